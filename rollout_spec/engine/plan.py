@@ -1,0 +1,60 @@
+"""AttentionPlan: which rows one forward computes, where their K/V goes and what each may see.
+
+Shape legend: B requests in this forward, R rows (all requests' new tokens, request by request), W 64-bit mask words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionPlan:
+    """Rows of request b are ``row_offsets[b]:row_offsets[b + 1]``; row j of a request is stored at index ``context_lengths[b] + j``.
+
+    Every row sees the whole committed context of its request. Among the new rows it sees those whose bit is set in ``ancestors``
+    (bit ``j % 64`` of word ``j // 64`` for new row j, itself included), or, with None, all up to itself (causal).
+    """
+
+    row_offsets: Tensor  # [B + 1] int64
+    slots: Tensor  # [B] int64
+    context_lengths: Tensor  # [B] int64
+    ancestors: Tensor | None = None  # [R, W] int64 bitmask
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.row_offsets[-1])
+
+    @property
+    def rows_per_request(self) -> Tensor:
+        """[B] int64."""
+        return self.row_offsets.diff()
+
+    def row_requests(self) -> Tensor:
+        """[R] int64: the request of each row."""
+        return torch.repeat_interleave(torch.arange(self.slots.numel()), self.rows_per_request)
+
+    def row_slots(self) -> Tensor:
+        """[R] int64: the cache slot of each row."""
+        return self.slots[self.row_requests()]
+
+    def row_indices(self) -> Tensor:
+        """[R] int64: the index inside the slot at which each row's K/V is stored."""
+        requests = self.row_requests()
+        within = torch.arange(self.num_rows) - self.row_offsets[requests]
+        return self.context_lengths[requests] + within
+
+    def visible(self, request: int) -> Tensor:
+        """[rows, context + rows] bool for one request: the readable form of the mask."""
+        begin, end = int(self.row_offsets[request]), int(self.row_offsets[request + 1])
+        num_rows, context = end - begin, int(self.context_lengths[request])
+        if self.ancestors is None:
+            among = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+        else:
+            columns = torch.arange(num_rows)
+            words = self.ancestors[begin:end][:, columns // 64]
+            among = (words >> (columns % 64)) & 1 == 1
+        return torch.cat([torch.ones(num_rows, context, dtype=torch.bool), among], dim=1)
