@@ -1,0 +1,159 @@
+"""FusedDecoder: Llama, Qwen2, Qwen3 and Mistral forwards with fused projections and as few operations a layer as possible.
+
+Shape legend: R rows, H query heads, Hkv key/value heads, d head size, I MLP width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rollout_spec.engine.kv import KVSlots
+from rollout_spec.engine.ops import Linear, Ops
+from rollout_spec.engine.runner import StepInput, StepOutput
+
+FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+
+
+@dataclass(kw_only=True)
+class _Layer:
+    input_norm: Tensor
+    post_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    sliding_window: int
+
+
+def is_fusable(config: object) -> bool:
+    """True if FusedDecoder computes this architecture: plain SiLU MLP, no attention bias it does not know, static rope."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        getattr(config, "model_type", "") in FUSED_MODEL_TYPES
+        and getattr(config, "hidden_act", "silu") == "silu"
+        and not getattr(config, "mlp_bias", False)
+        and rope.get("rope_type", "default") in ("default", "linear", "llama3")
+    )
+
+
+class FusedDecoder:
+    """Runs a transformers causal LM by its weights, not by its modules; the module stays the owner of the weights."""
+
+    def __init__(self, model: nn.Module, ops: Ops, max_context: int) -> None:
+        config = model.config
+        if not is_fusable(config):
+            raise ValueError(f"model type {config.model_type!r} is not one that FusedDecoder computes; use TransformersRunner")
+        self._model, self._ops = model, ops
+        self.vocab_size: int = config.vocab_size
+        self.max_position: int = config.max_position_embeddings
+        self.num_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.eos_token_ids = eos_token_ids(model)
+        self._num_kv_heads: int = config.num_key_value_heads
+        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._eps: float = config.rms_norm_eps
+        positions = torch.arange(min(max_context, self.max_position), device=self.device)[None]
+        probe = torch.empty(1, dtype=self.dtype, device=self.device)
+        cos, sin = model.model.rotary_emb(probe, positions)
+        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
+        self._layers = [self._pack(layer) for layer in model.model.layers]
+        self._head = ops.pack_linear(model.lm_head.weight.detach(), model.lm_head.bias)
+
+    def _pack(self, layer: nn.Module) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        norm_of = {name: getattr(attention, name).weight.detach() if hasattr(attention, name) else None for name in ("q_norm", "k_norm")}
+        window = getattr(attention, "sliding_window", None) or 0
+        return _Layer(
+            input_norm=layer.input_layernorm.weight.detach(),
+            post_norm=layer.post_attention_layernorm.weight.detach(),
+            q_norm=norm_of["q_norm"],
+            k_norm=norm_of["k_norm"],
+            qkv=self._ops.pack_linear(*_stack(attention.q_proj, attention.k_proj, attention.v_proj)),
+            out=self._ops.pack_linear(*_stack(attention.o_proj)),
+            gate_up=self._ops.pack_linear(*_stack(mlp.gate_proj, mlp.up_proj)),
+            down=self._ops.pack_linear(*_stack(mlp.down_proj)),
+            sliding_window=window,
+        )
+
+    def make_slots(self, num_slots: int, capacity: int) -> KVSlots:
+        return KVSlots(
+            num_layers=self.num_layers,
+            num_slots=num_slots,
+            num_kv_heads=self._num_kv_heads,
+            capacity=capacity,
+            head_dim=self._head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def forward(self, step: StepInput, kv: KVSlots) -> StepOutput:
+        ops, eps = self._ops, self._eps
+        slots, indices = step.plan.row_slots(), step.plan.row_indices()
+        cos, sin = self._cos[step.positions], self._sin[step.positions]
+        residual = self._model.model.embed_tokens.weight[step.token_ids]
+        taps: dict[int, Tensor] = {}
+        normed = ops.rms_norm(residual, self._layers[0].input_norm, eps)
+        scale = self._head_dim**-0.5
+        for index, layer in enumerate(self._layers):
+            q = ops.qkv_rope_store(
+                layer.qkv(normed), cos, sin, layer.q_norm, layer.k_norm, eps, kv.k[index], kv.v[index], slots, indices
+            )
+            mixed = layer.out(ops.attention(q, kv.k[index], kv.v[index], step.plan, scale, layer.sliding_window))
+            normed, residual = ops.add_rms_norm(mixed, residual, layer.post_norm, eps)
+            mixed = layer.down(ops.silu_mul(layer.gate_up(normed)))
+            following = self._layers[index + 1].input_norm if index + 1 < self.num_layers else self._model.model.norm.weight.detach()
+            normed, residual = ops.add_rms_norm(mixed, residual, following, eps)
+            if index in step.tap_layers:
+                taps[index] = residual
+        if -1 in step.tap_layers:
+            taps[-1] = normed
+        return StepOutput(hidden=normed, taps=taps)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden)
+
+    def named_weights(self) -> Mapping[str, Tensor]:
+        return dict(self._model.named_parameters())
+
+    @torch.inference_mode()
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
+        own = self.named_weights()
+        count = 0
+        for name, tensor in named_tensors:
+            own[name].copy_(tensor)
+            count += 1
+        for packed, layer in zip(self._layers, self._model.model.layers, strict=True):
+            attention, mlp = layer.self_attn, layer.mlp
+            packed.qkv.update(*_stack(attention.q_proj, attention.k_proj, attention.v_proj))
+            packed.out.update(*_stack(attention.o_proj))
+            packed.gate_up.update(*_stack(mlp.gate_proj, mlp.up_proj))
+            packed.down.update(*_stack(mlp.down_proj))
+        self._head.update(self._model.lm_head.weight.detach(), self._model.lm_head.bias)
+        return count
+
+
+def _stack(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """One weight and bias for several projections of the same input."""
+    weight = torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
+    if linears[0].bias is None:
+        return weight, None
+    return weight, torch.cat([linear.bias.detach() for linear in linears])
+
+
+def eos_token_ids(model: nn.Module) -> tuple[int, ...]:
+    """End-of-sequence ids of the generation config, else of the model's config."""
+    found = getattr(model.generation_config, "eos_token_id", None)
+    found = model.config.eos_token_id if found is None else found
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (int(found),)

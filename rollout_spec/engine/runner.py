@@ -1,0 +1,53 @@
+"""ModelRunner: rows in, hidden states and logits out. The engine does not know which model it drives.
+
+Shape legend: R rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rollout_spec.engine.kv import KVSlots
+from rollout_spec.engine.plan import AttentionPlan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepInput:
+    token_ids: Tensor  # [R] int64
+    positions: Tensor  # [R] int64
+    plan: AttentionPlan
+    tap_layers: tuple[int, ...] = ()  # decoder layers whose output is wanted too; -1 = the final norm's output
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepOutput:
+    hidden: Tensor  # [R, H] after the final norm: what the head takes
+    taps: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [R, H]
+
+
+class ModelRunner(Protocol):
+    vocab_size: int
+    max_position: int
+    num_layers: int
+    hidden_size: int
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+
+    def make_slots(self, num_slots: int, capacity: int) -> KVSlots: ...
+
+    def forward(self, step: StepInput, kv: KVSlots) -> StepOutput:
+        """Compute the rows, write their K/V into their slots, and return their states."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, V] of states [R, H]; the dtype is the model's."""
+
+    def named_weights(self) -> Mapping[str, Tensor]:
+        """Every weight by its checkpoint name, tied ones once."""
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
+        """Copy the tensors in (names checked by the caller) and refresh packed forms; returns how many."""
