@@ -15,6 +15,7 @@ from rollout_spec.budget import Budget
 from rollout_spec.sampling import SamplingParams
 from rollout_spec.tree import Draw, DraftTree
 from rollout_spec.verdict import Verdict
+from rollout_spec.verify import TargetRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +47,19 @@ class TargetStates:
     offsets: Tensor  # [B + 1] int64
 
 
+class RunTarget(Protocol):
+    """Runs the target itself on a partial tree (one full forward; diagnosis, not speed)."""
+
+    def __call__(self, tree: DraftTree, temperature: float | None) -> TargetRows:
+        """The target's processed distributions at the root and every node, at another temperature if one is given."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftContext:
     requests: Sequence[RequestView]  # B
     weights_version: int  # of the target
     states: TargetStates | None = None  # present when the drafter's needs name hidden layers
+    run_target: RunTarget | None = None  # present when the drafter's needs ask for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +67,7 @@ class DrafterNeeds:
     """What the engine must hand over for this drafter."""
 
     hidden_layers: tuple[int, ...] = ()
+    run_target: bool = False
     draws: frozenset[Draw] = field(default_factory=lambda: frozenset({Draw.DETERMINISTIC}))  # kinds of trees it can make
 
 

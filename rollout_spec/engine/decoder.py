@@ -122,8 +122,15 @@ class FusedDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)
 
+    @torch.inference_mode()
+    def commit(self, kv: KVSlots, slots: Tensor, context_lengths: Tensor, moves: Tensor) -> None:
+        self._ops.commit(kv.k, kv.v, slots, context_lengths, moves)
+
     def named_weights(self) -> Mapping[str, Tensor]:
         return dict(self._model.named_parameters())
+
+    def tied_names(self) -> Mapping[str, str]:
+        return tied_names(self._model)
 
     @torch.inference_mode()
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
@@ -157,3 +164,10 @@ def eos_token_ids(model: nn.Module) -> tuple[int, ...]:
     if found is None:
         return ()
     return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that are another one's storage -> the name under which named_parameters lists it."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}

@@ -59,7 +59,7 @@ class Ops(Protocol):
 
     def commit(
         self, k_cache: Tensor, v_cache: Tensor, slots: Tensor, context_lengths: Tensor, moves: Tensor
-    ) -> None: ...  # caches [L, S, Hkv, C, d], moves [B, D] source rows
+    ) -> None: ...  # caches [L, S, Hkv, C, d], moves [B, D + 1]: row whose K/V goes to row i, -1 = none
 
 
 class TorchLinear:

@@ -5,6 +5,7 @@ Shape legend: T output tokens.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -41,6 +42,28 @@ class Completion:
     weights_versions: tuple[VersionSpan, ...]
     error: str | None = None
 
+    @staticmethod
+    def refused(request: Request, request_id: str, message: str) -> Completion:
+        """The completion of a request that was never run."""
+        return Completion(
+            request_id=request_id,
+            prompt_token_ids=tuple(request.prompt_token_ids),
+            token_ids=(),
+            text=None,
+            logprobs=(),
+            processed_logprobs=(),
+            entropies=(),
+            accepted_depths=(),
+            finish_reason="error",
+            stop_reason=None,
+            num_rounds=0,
+            num_draft_tokens=0,
+            num_accepted_tokens=0,
+            seed=-1 if request.seed is None else request.seed,
+            weights_versions=(),
+            error=message,
+        )
+
     @property
     def weights_version(self) -> int:
         """The version that sampled the last token; -1 when there is none."""
@@ -76,3 +99,8 @@ class Request:
             raise ValueError("an empty stop string would end every request at once; leave it out")
         if self.resume is not None and tuple(self.resume.prompt_token_ids) != tuple(self.prompt_token_ids):
             raise ValueError("resume holds a completion of another prompt")
+
+
+def prompt_key(prompt_token_ids: Sequence[int]) -> str:
+    """A prompt's name in every epoch: a hash of its tokens."""
+    return hashlib.sha256(",".join(map(str, prompt_token_ids)).encode()).hexdigest()[:16]

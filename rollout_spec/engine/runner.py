@@ -46,8 +46,14 @@ class ModelRunner(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, V] of states [R, H]; the dtype is the model's."""
 
+    def commit(self, kv: KVSlots, slots: Tensor, context_lengths: Tensor, moves: Tensor) -> None:
+        """Move the K/V of rows moves[b, i] (-1 = none) of each request to row i, in every layer (rounds.kv_moves)."""
+
     def named_weights(self) -> Mapping[str, Tensor]:
         """Every weight by its checkpoint name, tied ones once."""
+
+    def tied_names(self) -> Mapping[str, str]:
+        """Other names under which a checkpoint may bring a tied weight -> its name in named_weights."""
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Copy the tensors in (names checked by the caller) and refresh packed forms; returns how many."""

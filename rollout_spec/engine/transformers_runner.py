@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rollout_spec.engine.decoder import eos_token_ids
+from rollout_spec.engine.decoder import eos_token_ids, tied_names
 from rollout_spec.engine.kv import KVSlots
 from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.plan import AttentionPlan
@@ -99,8 +99,15 @@ class TransformersRunner:
         logits: Tensor = self._model.lm_head(hidden)
         return logits
 
+    @torch.inference_mode()
+    def commit(self, kv: KVSlots, slots: Tensor, context_lengths: Tensor, moves: Tensor) -> None:
+        self._ops.commit(kv.k, kv.v, slots, context_lengths, moves)
+
     def named_weights(self) -> Mapping[str, Tensor]:
         return dict(self._model.named_parameters())
+
+    def tied_names(self) -> Mapping[str, str]:
+        return tied_names(self._model)
 
     @torch.inference_mode()
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:

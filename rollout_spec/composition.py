@@ -1,0 +1,51 @@
+"""What the command line needs from above the core: how a drafter's name becomes a drafter, and which operations run the forward.
+
+The core cannot import kernels or trained drafters; rollout_spec_rl.compose fills this in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollout_spec.doctor import Finding
+from rollout_spec.drafter import Drafter
+from rollout_spec.tree import Draw
+from rollout_spec.verify import Scheme
+
+if TYPE_CHECKING:
+    from rollout_spec.engine.ops import Ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterOptions:
+    """What a drafter is asked to be: its name or directory, and how its trees must be drawn for the verifier in use."""
+
+    spec: str  # none | ngram | suffix | self | a directory
+    draw: Draw | None = None  # None: the drafter's own choice
+    temperature: float | None = None  # self only
+    history: Path | None = None  # suffix only: file of earlier epochs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    make_drafter: Callable[[DrafterOptions], Drafter | None]
+    make_ops: Callable[[], Ops]
+    findings: Callable[[], Sequence[Finding]]  # for `rollout-spec doctor`
+    drafter_names: tuple[str, ...]
+
+
+def draw_for(scheme: Scheme | None, *, seeded: bool, wide: bool) -> Draw:
+    """The kind of draw a sampling drafter must make so that the scheme is exact on its trees.
+
+    Without a scheme: coupled for seeded requests, else independent chains or siblings without replacement.
+    """
+    if scheme is Scheme.GUMBEL or (scheme is None and seeded):
+        return Draw.GUMBEL
+    if scheme is Scheme.EXACT_MATCH:
+        return Draw.DETERMINISTIC
+    if wide or scheme in (Scheme.REJECTION_WALK, Scheme.TRAVERSAL):
+        return Draw.WITHOUT_REPLACEMENT
+    return Draw.SAMPLED

@@ -1,0 +1,204 @@
+"""RoundLoop: one draft -> verify -> commit round of the ready requests.
+
+Shape legend: B requests in the round, N draft nodes, R rows of the forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rollout_spec.budget import Budget, BudgetController, BudgetSignals
+from rollout_spec.drafter import DraftContext, Drafter
+from rollout_spec.engine.kv import KVSlots
+from rollout_spec.engine.rounds import acceptance_counts, draft_faults, emissions_of, kv_moves, round_input
+from rollout_spec.engine.runner import ModelRunner, StepOutput
+from rollout_spec.engine.running import Detokenize, RunningRequest, last_tokens, slot_indices
+from rollout_spec.engine.states import StateBuffer
+from rollout_spec.engine.target import LogitsTarget, TargetAccess
+from rollout_spec.events import EventSink, RoundEvent
+from rollout_spec.tree import Draw, DraftTree
+from rollout_spec.verdict import Verdict
+from rollout_spec.verify import CounterNoise, Scheme, default_scheme, verify
+
+
+class RoundLoop:
+    """Holds what a round needs; its only own state is the controller's and a counter."""
+
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        kv: KVSlots,
+        states: StateBuffer,
+        drafter: Drafter | None,
+        controller: BudgetController,
+        scheme: Scheme | None,
+        max_tree_nodes: int,
+        sink: EventSink,
+    ) -> None:
+        self._runner, self._kv, self._states, self._drafter = runner, kv, states, drafter
+        self._controller, self._scheme, self._max_tree_nodes, self._sink = controller, scheme, max_tree_nodes, sink
+        self._controller_state: object = None
+        self._round_index = 0
+
+    def run(self, ready: Sequence[RunningRequest], weights_version: int, detokenize: Detokenize | None) -> None:
+        """Advance every ready request by one to depth + 1 tokens; those that are done have their finish_reason set."""
+        began = time.perf_counter()
+        context_lengths = torch.tensor([request.num_cached for request in ready])
+        context, tree = self._draft(ready, context_lengths, weights_version)
+        drafted = time.perf_counter()
+        step = round_input(tree, last_tokens(ready), context_lengths, slot_indices(ready), self._states.layers)
+        built = time.perf_counter()
+        out = self._runner.forward(step, self._kv)
+        forwarded = time.perf_counter()
+        scheme = self._scheme_for(tree, ready)
+        target = LogitsTarget(
+            hidden=out.hidden,
+            head=self._runner.logits,
+            row_offsets=step.plan.row_offsets,
+            tree=tree,
+            running=ready,
+            vocab_size=self._runner.vocab_size,
+        )
+        noise = CounterNoise([request.seed for request in ready], [len(request.tokens) for request in ready], self._runner.vocab_size)
+        verdict = verify(tree, target, noise, scheme)
+        verified = time.perf_counter()
+        for index in target.failed:
+            ready[index].fail("the model's logits are not finite (NaN or infinity): check the weights of the last update")
+        if self._drafter is not None and context is not None:
+            self._drafter.observe(context, tree, verdict)
+        emitted = self._commit(ready, tree, verdict, out, step.plan.row_offsets, context_lengths, weights_version, detokenize)
+        ended = time.perf_counter()
+        self._emit_event(
+            ready,
+            tree,
+            verdict,
+            emitted,
+            seconds=(
+                drafted - began,
+                forwarded - built + target.head_s,
+                verified - forwarded - target.head_s,
+                built - drafted + ended - verified,
+            ),
+            weights_version=weights_version,
+            scheme=scheme,
+        )
+
+    def _draft(
+        self, ready: Sequence[RunningRequest], context_lengths: Tensor, weights_version: int
+    ) -> tuple[DraftContext | None, DraftTree]:
+        if self._drafter is None:
+            return None, DraftTree.empty(len(ready))
+        signals = BudgetSignals(
+            remaining=torch.tensor([request.remaining for request in ready]),
+            context_lengths=context_lengths,
+            entropies=torch.tensor([request.last_entropy for request in ready], dtype=torch.float64),
+            request_ids=tuple(request.request_id for request in ready),
+        )
+        budget, self._controller_state = self._controller.decide(signals, self._controller_state)
+        for request in ready:
+            if not request.drafter_knows:
+                self._drafter.start(request.view)
+                self._states.begin(request)
+                request.drafter_knows = True
+        needs_target = self._drafter.needs.run_target
+        context = DraftContext(
+            requests=[request.view for request in ready],
+            weights_version=weights_version,
+            states=self._states.take(ready),
+            run_target=TargetAccess(self._runner, self._kv, ready, context_lengths) if needs_target else None,
+        )
+        return context, self._checked(self._drafter.propose(context, budget), budget, ready)
+
+    def _checked(self, tree: DraftTree, budget: Budget, ready: Sequence[RunningRequest]) -> DraftTree:
+        """Requests whose draft is faulty are failed and lose their draft; the others go on."""
+        if tree.batch_size != len(ready):
+            raise ValueError(f"drafter proposed {tree.batch_size} trees for {len(ready)} requests")
+        if tree.max_nodes > self._max_tree_nodes:
+            raise ValueError(f"drafter proposed {tree.max_nodes} nodes a request; the engine keeps room for max_tree_nodes = {self._max_tree_nodes}")
+        faults = draft_faults(tree, self._runner.vocab_size, budget.draft_lengths)
+        if not faults:
+            return tree
+        for index, reason in faults.items():
+            ready[index].fail(f"faulty draft: {reason}")
+        keep = torch.tensor([index not in faults for index in range(len(ready))])
+        return dataclasses.replace(tree, num_nodes=torch.where(keep, tree.num_nodes, 0))
+
+    def _scheme_for(self, tree: DraftTree, ready: Sequence[RunningRequest]) -> Scheme:
+        if self._scheme is not None:
+            return self._scheme
+        seeded = any(request.request.seed is not None for request in ready)
+        return default_scheme(Draw.DETERMINISTIC if tree.max_nodes == 0 else tree.draw, seeded=seeded, is_chain=tree.is_chain())
+
+    def _commit(
+        self,
+        ready: Sequence[RunningRequest],
+        tree: DraftTree,
+        verdict: Verdict,
+        out: StepOutput,
+        row_offsets: Tensor,
+        context_lengths: Tensor,
+        weights_version: int,
+        detokenize: Detokenize | None,
+    ) -> int:
+        """Keep the accepted path's K/V behind the context, hand the emitted tokens to their requests; returns how many were kept."""
+        moves = kv_moves(tree, verdict)
+        if moves is not None:
+            self._runner.commit(self._kv, slot_indices(ready), context_lengths, moves)
+        num_emitted = 0
+        num_nodes = tree.num_nodes.tolist()
+        for index, (request, emissions) in enumerate(zip(ready, emissions_of(tree, verdict), strict=True)):
+            if request.error is not None:
+                continue
+            if self._states.layers:
+                path = verdict.path[index][: len(emissions) - 1]
+                rows = torch.cat([row_offsets[index : index + 1], row_offsets[index] + 1 + path])
+                self._states.add_round(request, rows, request.num_cached, dict(out.taps))
+            request.num_rounds += 1
+            request.num_draft_tokens += num_nodes[index]
+            kept = request.append(emissions, weights_version, detokenize)
+            request.num_cached += kept
+            num_emitted += kept
+        return num_emitted
+
+    def _emit_event(
+        self,
+        ready: Sequence[RunningRequest],
+        tree: DraftTree,
+        verdict: Verdict,
+        num_emitted: int,
+        *,
+        seconds: tuple[float, float, float, float],
+        weights_version: int,
+        scheme: Scheme,
+    ) -> None:
+        live = [request.error is None for request in ready]
+        drafted, accepted, mean_probs = acceptance_counts(verdict, live)
+        assert verdict.entropies is not None
+        draft_s, target_s, verify_s, other_s = seconds
+        self._sink.emit(
+            RoundEvent(
+                round_index=self._round_index,
+                num_requests=sum(live),
+                num_draft_tokens=int(tree.num_nodes.sum()),
+                num_accepted_tokens=sum(accepted),
+                num_emitted_tokens=num_emitted,
+                drafted_by_depth=drafted,
+                accepted_by_depth=accepted,
+                mean_accept_prob_by_depth=mean_probs,
+                mean_entropy=float(verdict.entropies[torch.tensor(live)].nanmean()) if any(live) else float("nan"),
+                draft_s=draft_s,
+                target_s=target_s,
+                verify_s=verify_s,
+                other_s=other_s,
+                weights_version=weights_version,
+                drafter="none" if self._drafter is None else self._drafter.name,
+                verifier=scheme.value,
+            )
+        )
+        self._round_index += 1

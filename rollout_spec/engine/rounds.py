@@ -1,0 +1,110 @@
+"""One round's rows: from draft trees to the forward's input, and from a verdict to the KV moves and emissions.
+
+Shape legend: B requests, N nodes (padded), R rows (each request's root, then its nodes), D depth, W mask words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rollout_spec.engine.plan import AttentionPlan
+from rollout_spec.engine.running import RECOVERED, UNDRAFTED, Emission
+from rollout_spec.engine.runner import StepInput
+from rollout_spec.tree import DraftTree
+from rollout_spec.verdict import Verdict
+
+
+def round_input(
+    tree: DraftTree,
+    last_tokens: Tensor,  # [B]
+    context_lengths: Tensor,  # [B]
+    slots: Tensor,  # [B]
+    tap_layers: tuple[int, ...] = (),
+) -> StepInput:
+    """Rows root, node 0, node 1, ... of every request; position = context + depth; a node sees its ancestors only."""
+    rows = tree.num_nodes + 1
+    offsets = torch.cat([rows.new_zeros(1), rows.cumsum(0)])
+    token_ids = torch.cat([last_tokens[:, None], tree.token_ids], dim=1)
+    if tree.max_nodes == 0:
+        return StepInput(
+            token_ids=last_tokens,
+            positions=context_lengths,
+            plan=AttentionPlan(row_offsets=offsets, slots=slots, context_lengths=context_lengths),
+            tap_layers=tap_layers,
+        )
+    present = torch.arange(tree.max_nodes + 1) < rows[:, None]
+    chain = tree.is_chain()
+    depths = torch.arange(tree.max_nodes + 1).expand_as(present) if chain else torch.cat([torch.zeros_like(rows)[:, None], tree.depths()], dim=1)
+    plan = AttentionPlan(
+        row_offsets=offsets, slots=slots, context_lengths=context_lengths, ancestors=None if chain else ancestor_words(tree)[present]
+    )
+    return StepInput(token_ids=token_ids[present], positions=(context_lengths[:, None] + depths)[present], plan=plan, tap_layers=tap_layers)
+
+
+def ancestor_words(tree: DraftTree) -> Tensor:
+    """[B, N + 1, W] int64: bit j of a row says that it sees row j of its request; row 0 is the root, row n + 1 node n."""
+    batch, num_nodes = tree.token_ids.shape
+    num_words = -(-(num_nodes + 1) // 64)
+    bits = torch.zeros(batch, num_nodes + 1, num_words * 64, dtype=torch.int64)
+    bits[:, :, 0] = 1
+    bits[:, 1:, 1 : num_nodes + 1] = tree.ancestors().long()
+    # Bit 63 makes the sum wrap to a negative number: that is the word wanted.
+    return (bits.view(batch, num_nodes + 1, num_words, 64) << torch.arange(64)).sum(-1)
+
+
+def emissions_of(tree: DraftTree, verdict: Verdict) -> list[list[Emission]]:
+    """Per request: accepted draft tokens in order, then the recovered or bonus token."""
+    assert verdict.raw_logprobs is not None and verdict.processed_logprobs is not None and verdict.entropies is not None
+    raw, processed = verdict.raw_logprobs.tolist(), verdict.processed_logprobs.tolist()
+    entropies, paths = verdict.entropies.tolist(), verdict.path.tolist()
+    counts, following, bonus = verdict.num_accepted.tolist(), verdict.next_token_ids.tolist(), verdict.is_bonus.tolist()
+    drafted = tree.token_ids.tolist()
+    out = []
+    for b, count in enumerate(counts):
+        tokens = [drafted[b][node] for node in paths[b][:count]] + [following[b]]
+        origins = [*range(1, count + 1), UNDRAFTED if bonus[b] else RECOVERED]
+        out.append(
+            [
+                Emission(token_id=token, logprob=raw[b][i], processed_logprob=processed[b][i], entropy=entropies[b][i], accepted_depth=origin)
+                for i, (token, origin) in enumerate(zip(tokens, origins, strict=True))
+            ]
+        )
+    return out
+
+
+def kv_moves(tree: DraftTree, verdict: Verdict) -> Tensor | None:
+    """[B, D + 1]: entry i is the row whose K/V belongs at row i (the root stays row 0), -1 = nothing to move; None when all lie right."""
+    rows = torch.where(verdict.path >= 0, verdict.path + 1, -1)
+    sources = torch.cat([rows.new_full((rows.shape[0], 1), -1), rows], dim=1)
+    in_place = (sources < 0) | (sources == torch.arange(sources.shape[1]))
+    return None if bool(in_place.all()) else torch.where(in_place, -1, sources)
+
+
+def draft_faults(tree: DraftTree, vocab_size: int, draft_lengths: Tensor) -> dict[int, str]:
+    """Requests whose draft cannot be verified, with the reason: an unknown token, a wrong parent, more depth than was asked for."""
+    if tree.max_nodes == 0:
+        return {}
+    valid = tree.valid()
+    unknown = valid & ((tree.token_ids < 0) | (tree.token_ids >= vocab_size))
+    orphan = valid & ((tree.parents < -1) | (tree.parents >= torch.arange(tree.max_nodes)))
+    faults = {int(b): f"draft token id {int(tree.token_ids[b, n])} is outside the vocabulary of {vocab_size}" for b, n in unknown.nonzero().tolist()}
+    faults |= {int(b): f"draft node {n} names parent {int(tree.parents[b, n])}; parents come before their children" for b, n in orphan.nonzero().tolist()}
+    if not faults:
+        deepest = tree.num_nodes if tree.is_chain() else tree.depths().amax(1)
+        faults = {int(b): f"draft of depth {int(deepest[b])} exceeds the budget of {int(draft_lengths[b])}" for b in (deepest > draft_lengths).nonzero()[:, 0].tolist()}
+    return faults
+
+
+def acceptance_counts(verdict: Verdict, live: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    """By depth over the live requests: how many reached a drafted token, how many accepted one, and the mean acceptance probability."""
+    alive = torch.tensor(live)
+    probs = verdict.accept_probs[alive]
+    reached = ~probs.isnan()
+    drafted = reached.sum(0)
+    accepted = (verdict.num_accepted[alive, None] > torch.arange(probs.shape[1])).sum(0)
+    mean = probs.nan_to_num(0.0).sum(0) / drafted.clamp_min(1)
+    depth = int((drafted > 0).sum())
+    return tuple(drafted.tolist()[:depth]), tuple(accepted.tolist()[:depth]), tuple(mean.tolist()[:depth])

@@ -1,0 +1,69 @@
+"""StateBuffer: target hidden states on their way to a drafter that asked for them.
+
+Shape legend: R rows of a forward, H hidden size, B requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rollout_spec.drafter import TargetStates
+from rollout_spec.engine.runner import StepInput, StepOutput
+from rollout_spec.engine.running import RunningRequest
+from rollout_spec.engine.scheduler import PrefillChunk
+
+
+class StateBuffer:
+    """Keeps, per request, the states of committed tokens that the drafter has not seen yet, and each slot's prompt states."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.layers = layers
+        self._pending: dict[str, list[tuple[Tensor, dict[int, Tensor]]]] = {}
+
+    def add_prefill(self, chunk: PrefillChunk, step: StepInput, out: StepOutput) -> None:
+        """Append the chunk's states to their slots: a request that shares the prefix gets them with its copy of the K/V."""
+        if not self.layers:
+            return
+        for i, request in enumerate(chunk.requests):
+            assert request.slot is not None
+            begin, end = int(step.plan.row_offsets[i]), int(step.plan.row_offsets[i + 1])
+            for layer in self.layers:
+                new = out.taps[layer][begin:end]
+                held = request.slot.taps.get(layer)
+                request.slot.taps[layer] = new if held is None or held.shape[0] == 0 else torch.cat([held, new])
+
+    def begin(self, request: RunningRequest) -> None:
+        """A request enters its first round: the drafter gets the states of all tokens computed so far."""
+        if self.layers and request.slot is not None and request.num_cached:
+            assert all(tap.shape[0] == request.num_cached for tap in request.slot.taps.values())
+            self._pending[request.request_id] = [(torch.arange(request.num_cached), dict(request.slot.taps))]
+
+    def add_round(self, request: RunningRequest, rows: Tensor, first_position: int, taps: dict[int, Tensor]) -> None:
+        """States of the committed rows of a round (root, then accepted path), which lie at consecutive positions."""
+        if self.layers:
+            states = {layer: taps[layer][rows] for layer in self.layers}
+            self._pending.setdefault(request.request_id, []).append((torch.arange(first_position, first_position + rows.numel()), states))
+
+    def take(self, requests: Sequence[RunningRequest]) -> TargetStates | None:
+        """Everything pending for these requests, in their order."""
+        if not self.layers:
+            return None
+        parts = [self._pending.pop(request.request_id, []) for request in requests]
+        counts = torch.tensor([sum(positions.numel() for positions, _ in part) for part in parts])
+        flat = [piece for part in parts for piece in part]
+        if not flat:
+            return TargetStates(hidden={}, positions=torch.empty(0, dtype=torch.int64), offsets=torch.zeros(len(parts) + 1, dtype=torch.int64))
+        return TargetStates(
+            hidden={layer: torch.cat([states[layer] for _, states in flat]) for layer in self.layers},
+            positions=torch.cat([positions for positions, _ in flat]),
+            offsets=torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+        )
+
+    def drop(self, request_id: str) -> None:
+        self._pending.pop(request_id, None)
+
+    def clear(self) -> None:
+        self._pending.clear()

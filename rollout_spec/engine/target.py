@@ -1,0 +1,154 @@
+"""LogitsTarget: the target distribution of a round, computed only at the rows a verifier reaches.
+
+Shape legend: B requests, R rows of the round's forward, Q rows asked for, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rollout_spec.engine.kv import KVSlots
+from rollout_spec.engine.rounds import round_input
+from rollout_spec.engine.runner import ModelRunner
+from rollout_spec.engine.running import RunningRequest, last_tokens, slot_indices
+from rollout_spec.sampling import RowHistory, bad_rows, is_plain, needs_history, process_logits
+from rollout_spec.tree import DraftTree
+from rollout_spec.verify import TokenScores
+
+# With this few rows in a round the head costs what its weights cost to read, so one call for all rows beats one a depth.
+EAGER_ROWS = 8
+
+
+class LogitsTarget:
+    """Rows of one round: row_offsets[b] is request b's root, row_offsets[b] + 1 + n its node n.
+
+    A request whose logits are not finite is listed in ``failed``; its rows read as a point mass on token 0 so that the others go on.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden: Tensor,  # [R, H]
+        head: Callable[[Tensor], Tensor],
+        row_offsets: Tensor,  # [B + 1]
+        tree: DraftTree,
+        running: Sequence[RunningRequest],  # B
+        vocab_size: int,
+        temperature: float | None = None,  # instead of the requests' own
+    ) -> None:
+        self.batch_size, self.vocab_size = len(running), vocab_size
+        self.head_s = 0.0
+        self.failed: set[int] = set()
+        self._hidden, self._head, self._row_offsets, self._tree = hidden, head, row_offsets, tree
+        self._running = running
+        own = [request.request.sampling for request in running]
+        self._sampling = own if temperature is None else [dataclasses.replace(params, temperature=temperature) for params in own]
+        # Rows are computed in chunks, as verifiers ask; chunks are never concatenated (a row is V numbers wide).
+        self._raw: list[Tensor] = []
+        self._log_probs: list[Tensor] = []
+        self._chunk = torch.full((hidden.shape[0],), -1, dtype=torch.int64)  # [R] which chunk holds the row, -1 = none yet
+        self._index = torch.zeros(hidden.shape[0], dtype=torch.int64)  # [R] where in it
+        self._raw_is_processed = all(is_plain(params) and params.temperature == 1.0 for params in self._sampling)
+
+    def log_probs(self, requests: Tensor, nodes: Tensor) -> Tensor:
+        """[Q, V] float32 log-probabilities of the processed target after the nodes (NO_PARENT = the root)."""
+        rows = self._row_offsets[requests] + nodes + 1
+        self._ensure(rows)
+        chunks = self._chunk[rows].unique().tolist()
+        if len(chunks) == 1:
+            return _take(self._log_probs[chunks[0]], self._index[rows])
+        out = torch.empty(rows.numel(), self.vocab_size)
+        for chunk in chunks:
+            asked = self._chunk[rows] == chunk
+            out[asked] = self._log_probs[chunk][self._index[rows[asked]]]
+        return out
+
+    def score(self, requests: Tensor, nodes: Tensor, token_ids: Tensor) -> TokenScores:
+        """Log-probabilities of tokens sampled at the nodes, and the entropy there, each [Q] float32."""
+        rows = self._row_offsets[requests] + nodes + 1
+        self._ensure(rows)
+        raw, processed, entropies = torch.empty(3, rows.numel()).unbind()
+        for chunk in self._chunk[rows].unique().tolist():
+            asked = self._chunk[rows] == chunk
+            index, tokens = self._index[rows[asked]], token_ids[asked, None]
+            log_probs = _take(self._log_probs[chunk], index)
+            processed[asked] = log_probs.gather(1, tokens)[:, 0]
+            # 0 · −inf is 0 here: a masked token adds nothing to the entropy.
+            finite = log_probs if self._raw_is_processed else log_probs.clamp_min(torch.finfo(log_probs.dtype).min)
+            entropies[asked] = -torch.linalg.vecdot(log_probs.exp(), finite)
+            if self._raw_is_processed:
+                raw[asked] = processed[asked]
+            else:
+                logits = _take(self._raw[chunk], index).float()
+                raw[asked] = logits.gather(1, tokens)[:, 0] - logits.logsumexp(dim=-1)
+        return TokenScores(raw_logprobs=raw, processed_logprobs=processed, entropies=entropies)
+
+    def _ensure(self, rows: Tensor) -> None:
+        missing = rows[self._chunk[rows] < 0]
+        if missing.numel():
+            few = not self._log_probs and self._hidden.shape[0] <= EAGER_ROWS
+            self._compute(torch.arange(self._hidden.shape[0]) if few else missing.unique())
+
+    def _compute(self, rows: Tensor) -> None:
+        """Logits and processed log-probabilities of more rows."""
+        began = time.perf_counter()
+        logits = self._head(self._hidden[rows])
+        self.head_s += time.perf_counter() - began
+        requests = torch.searchsorted(self._row_offsets, rows, right=True) - 1
+        bad = bad_rows(logits)
+        if bool(bad.any()):
+            self.failed |= set(requests[bad].tolist())
+            logits = logits.clone()
+            logits[bad] = torch.nn.functional.one_hot(torch.tensor(0), self.vocab_size).to(logits.dtype).log()
+        params = [self._sampling[request] for request in requests.tolist()]
+        wide = logits.float()
+        if not self._raw_is_processed:
+            nodes = rows - self._row_offsets[requests] - 1
+            histories = [self._history(request, node) for request, node in zip(requests.tolist(), nodes.tolist(), strict=True)]
+            wide = process_logits(wide, params, histories)
+        self._log_probs.append(torch.log_softmax(wide, dim=-1))
+        self._raw.append(logits)
+        self._chunk[rows] = len(self._raw) - 1
+        self._index[rows] = torch.arange(rows.numel())
+
+    def _history(self, request: int, node: int) -> RowHistory:
+        """Prompt, output so far, and the path to this node: what this row's processors see."""
+        running = self._running[request]
+        if not needs_history(running.request.sampling):
+            return RowHistory(prompt_token_ids=(), output_token_ids=())
+        path: list[int] = []
+        while node >= 0:
+            path.append(int(self._tree.token_ids[request, node]))
+            node = int(self._tree.parents[request, node])
+        return RowHistory(prompt_token_ids=running.tokens[: running.num_prompt], output_token_ids=[*running.output, *reversed(path)])
+
+
+def _take(chunk: Tensor, index: Tensor) -> Tensor:
+    """chunk[index] without a copy when that is the whole chunk in order."""
+    if index.numel() == chunk.shape[0] and torch.equal(index, torch.arange(chunk.shape[0])):
+        return chunk
+    return chunk[index]
+
+
+class TargetAccess:
+    """Lets a drafter run the target on a partial tree of this round (drafter.RunTarget). K/V of the nodes go where verification will overwrite them."""
+
+    def __init__(self, runner: ModelRunner, kv: KVSlots, running: Sequence[RunningRequest], context_lengths: Tensor) -> None:
+        self._runner, self._kv, self._running, self._context_lengths = runner, kv, running, context_lengths
+
+    def __call__(self, tree: DraftTree, temperature: float | None) -> LogitsTarget:
+        step = round_input(tree, last_tokens(self._running), self._context_lengths, slot_indices(self._running))
+        return LogitsTarget(
+            hidden=self._runner.forward(step, self._kv).hidden,
+            head=self._runner.logits,
+            row_offsets=step.plan.row_offsets,
+            tree=tree,
+            running=self._running,
+            vocab_size=self._runner.vocab_size,
+            temperature=temperature,
+        )
