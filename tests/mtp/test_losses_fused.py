@@ -249,6 +249,16 @@ def test_statistics_by_definition(reduced: bool) -> None:
         assert torch.isneginf(stats.draft_logprobs).any()
 
 
+def test_logprobs_of_tokens_outside_the_draft_vocabulary_pass_no_gradient() -> None:
+    batch = make_batch(reduced=True)
+    logprobs = chunked_stats(batch).draft_logprobs
+    outside = torch.isneginf(logprobs)
+    assert 0 < outside.sum() < batch.valid.sum()
+    grad = grad_of(logprobs.sum(), batch.student_hidden)
+    assert torch.equal(grad[outside], torch.zeros_like(grad[outside]))
+    assert grad[batch.valid & ~outside].abs().sum(dim=-1).gt(0).all()
+
+
 def test_gradcheck_of_every_statistic() -> None:
     batch = make_batch(temperature=1.3)
     rows = slice(0, 3)

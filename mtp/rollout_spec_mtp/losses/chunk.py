@@ -116,7 +116,7 @@ def chunk_forward(
     slot_target_logprobs = layout.to_slots(target_token_logprobs, 0.0)
     credit = block_overlap = None
     if Extra.BLOCK_OVERLAP in extras:
-        credit = _log_credit(slot_draft_logprobs, slot_target_logprobs, layout.valid)[layout.valid].exp()
+        credit = _log_credit(slot_draft_logprobs, slot_target_logprobs)[layout.valid].exp()
         block_overlap = layout.to_slots(_overlap(draft.probs * credit[:, None], target_probs), 1.0)
     stats = SlotStats(
         valid=layout.valid,
@@ -193,16 +193,16 @@ def _kl(target_log_probs: Tensor, target_probs: Tensor, draft_log_probs: Tensor,
     return total.clamp_(min=0.0)
 
 
-def _log_credit(draft_logprobs: Tensor, target_logprobs: Tensor, valid: Tensor) -> Tensor:
+def _log_credit(draft_logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
     """[C, G] credit before each slot under block verification."""
-    return prefix_weights(log_ratios(draft_logprobs, target_logprobs, valid), carry_credit=True).log_credit
+    return prefix_weights(log_ratios(draft_logprobs, target_logprobs), carry_credit=True).log_credit
 
 
 def _credit_grad(stats: SlotStats, grad: Tensor) -> Tensor:
     """d loss / d draft_logprobs [C, G] through the credits, from d loss / d credit [C, G]; autograd over C * G scalars."""
     with torch.enable_grad():
         logprobs = stats.draft_logprobs.detach().requires_grad_()
-        log_credit = _log_credit(logprobs, stats.target_logprobs, stats.valid)
+        log_credit = _log_credit(logprobs, stats.target_logprobs)
         if not log_credit.requires_grad:  # a single slot: its credit is the constant 0
             return torch.zeros_like(logprobs)
         return torch.autograd.grad(log_credit, logprobs, grad)[0]

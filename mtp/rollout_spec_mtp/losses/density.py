@@ -31,12 +31,11 @@ class PrefixWeights:
     log_credit: Tensor  # [T, G] >= 0: e of the slot before; 0 at the first slot
 
 
-def log_ratios(draft_logprobs: Tensor, target_logprobs: Tensor, valid: Tensor) -> Tensor:
-    """log q(y)/p(y) [T, G] from log q(y), log p(y) and valid [T, G]; 0 at invalid slots, -inf where q(y) = 0."""
+def log_ratios(draft_logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
+    """log q(y)/p(y) [T, G] from SlotStats' log q(y) and log p(y) [T, G]; 0 at invalid slots, where both are, -inf where q(y) = 0."""
     impossible = torch.isneginf(draft_logprobs)
     ratio = (draft_logprobs - target_logprobs).clamp(max=LOG_CAP)
-    ratio = torch.where(impossible, -torch.inf, ratio)
-    return torch.where(valid, ratio, 0.0)
+    return torch.where(impossible, -torch.inf, ratio)
 
 
 def prefix_weights(log_ratio: Tensor, *, carry_credit: bool) -> PrefixWeights:

@@ -107,5 +107,5 @@ def first_error_focal(stats: SlotStats, exponent: float) -> Tensor:
 
 
 def _weights(stats: SlotStats, *, carry_credit: bool) -> Tensor:
-    ratio = log_ratios(stats.draft_logprobs, stats.target_logprobs, stats.valid)
+    ratio = log_ratios(stats.draft_logprobs, stats.target_logprobs)
     return prefix_weights(ratio, carry_credit=carry_credit).survival
