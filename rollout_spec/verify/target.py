@@ -1,0 +1,57 @@
+"""TargetRows: the target's distributions, computed only at the rows a verifier reaches.
+
+Shape legend: B requests, N nodes, R rows asked for, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenScores:
+    """What the target says of tokens that were emitted."""
+
+    raw_logprobs: Tensor  # [R] log-softmax of the model's own logits
+    processed_logprobs: Tensor  # [R] after every logits processor
+    entropies: Tensor  # [R] nats, of the processed distribution
+
+
+class TargetRows(Protocol):
+    """The processed target distribution after any node of a batch of trees. A row asked for twice should be cached."""
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def log_probs(self, requests: Tensor, nodes: Tensor) -> Tensor:
+        """[R, V] float32 or float64 normalised log-probabilities after nodes [R] (NO_PARENT = the root) of requests [R].
+
+        The caller does not modify the result.
+        """
+
+    def score(self, requests: Tensor, nodes: Tensor, token_ids: Tensor) -> TokenScores | None:
+        """Scores of token_ids [R] emitted after nodes [R]; None if the model's own logits are unknown."""
+
+
+class DenseTarget:
+    """A target given as probabilities: row 0 of a request is its root, row n + 1 comes after node n."""
+
+    def __init__(self, target_probs: Tensor) -> None:
+        if target_probs.ndim != 3:
+            raise ValueError(f"target_probs must be [B, N + 1, V]; got {tuple(target_probs.shape)}")
+        self.target_probs = target_probs  # [B, N + 1, V]
+        self.batch_size, self.vocab_size = target_probs.shape[0], target_probs.shape[2]
+
+    def log_probs(self, requests: Tensor, nodes: Tensor) -> Tensor:
+        """[R, V] logarithms of the rows."""
+        return self.target_probs[requests, nodes + 1].log()
+
+    def score(self, requests: Tensor, nodes: Tensor, token_ids: Tensor) -> TokenScores | None:  # noqa: ARG002 - the protocol's signature
+        """None: probabilities do not tell the model's own logits."""
+        return None
