@@ -1,0 +1,168 @@
+// What sampling over a whole vocabulary needs: log-probabilities with entropies in one go, and counter-based Gumbel noise.
+//
+// Legend: R rows, V vocabulary.
+
+#include <algorithm>
+#include <initializer_list>
+#include <limits>
+#include <vector>
+
+#include "api.h"
+
+namespace rs {
+namespace {
+
+constexpr int64_t kPiece = 4096;  // vocabulary entries of one work item; fixed, so that sums do not depend on the thread count
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Of x over one piece: m = max x, sum e^(x - m), and sum e^(x - m) (x - m). NaN anywhere makes the sums NaN.
+struct PieceSums {
+  float most = -kInfinity;
+  double weight = 0, moment = 0;
+};
+
+template <class T>
+PieceSums sum_piece(const T* logits, int64_t size, float inv_temperature) {
+  Vec most = splat(-kInfinity);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const int64_t here = std::min<int64_t>(kLanes, size - i);
+    Vec x = load_first(logits + i, here) * splat(inv_temperature);
+    if (here < kLanes) x = iota() < (int32_t)here ? x : splat(-kInfinity);
+    most = larger(most, x);
+  }
+  PieceSums sums;
+  sums.most = max_lanes(most);
+  const Vec base = splat(sums.most == -kInfinity ? 0.0f : sums.most);  // -inf - -inf would be NaN
+  Vec weight = {}, moment = {};
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const int64_t here = std::min<int64_t>(kLanes, size - i);
+    const Vec below = load_first(logits + i, here) * splat(inv_temperature) - base;
+    Vec e = exp(below);
+    if (here < kLanes) e = iota() < (int32_t)here ? e : Vec{};
+    weight += e;
+    moment += e > 0 ? e * below : Vec{};  // 0 * -inf is 0 here
+  }
+  sums.weight = sum_lanes(weight);
+  sums.moment = sum_lanes(moment);
+  return sums;
+}
+
+template <class T>
+void log_softmax_stats(const T* logits, const float* inv_temperatures, float* log_probs, float* entropies, int64_t num_rows, int64_t vocab,
+                       int threads) {
+  const int64_t pieces = (vocab + kPiece - 1) / kPiece;
+  std::vector<PieceSums> sums(num_rows * pieces);
+  std::vector<float> shift(num_rows), log_weight(num_rows);
+#pragma omp parallel num_threads(threads_for(num_rows * vocab, threads))
+  {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < num_rows * pieces; ++i) {
+      const int64_t row = i / pieces, begin = i % pieces * kPiece;
+      sums[i] = sum_piece(logits + row * vocab + begin, std::min(kPiece, vocab - begin), inv_temperatures[row]);
+    }
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const PieceSums* piece = sums.data() + row * pieces;
+      float most = -kInfinity;
+      for (int64_t p = 0; p < pieces; ++p) most = std::max(most, piece[p].most);
+      double weight = 0, moment = 0;
+      for (int64_t p = 0; p < pieces; ++p) {
+        if (piece[p].weight == 0) continue;  // nothing but -inf
+        const double below = (double)piece[p].most - most, scale = std::exp(below);
+        weight += scale * piece[p].weight;
+        moment += scale * (piece[p].moment + below * piece[p].weight);
+      }
+      shift[row] = most;
+      log_weight[row] = (float)std::log(weight);
+      entropies[row] = (float)(std::log(weight) - moment / weight);
+    }
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < num_rows * pieces; ++i) {
+      const int64_t row = i / pieces, begin = i % pieces * kPiece, end = std::min(vocab, begin + kPiece);
+      for (int64_t v = begin; v < end; v += kLanes) {
+        const Vec x = load_first(logits + row * vocab + v, end - v) * splat(inv_temperatures[row]);
+        store_first(log_probs + row * vocab + v, x - splat(shift[row]) - splat(log_weight[row]), end - v);
+      }
+    }
+  }
+}
+
+// Philox4x64-10 (Salmon et al. 2011): block `block` of stream (seed, stream) at a position, as rollout_spec/noise.py defines it.
+inline void philox(uint64_t seed, uint64_t stream, uint64_t position, uint64_t block, uint64_t (&out)[4]) {
+  typedef unsigned __int128 Product;
+  uint64_t c0 = block, c1 = position, c2 = 0, c3 = 0;
+  for (int round = 0; round < 10; ++round) {
+    const Product first = (Product)0xD2E7470EE14C6C93u * c0, second = (Product)0xCA5A826395121157u * c2;
+    c0 = (uint64_t)(second >> 64) ^ c1 ^ seed;
+    c2 = (uint64_t)(first >> 64) ^ c3 ^ stream;
+    c1 = (uint64_t)second;
+    c3 = (uint64_t)first;
+    seed += 0x9E3779B97F4A7C15u;
+    stream += 0xBB67AE8584CAA73Bu;
+  }
+  out[0] = c0;
+  out[1] = c1;
+  out[2] = c2;
+  out[3] = c3;
+}
+
+// ln x for normal x > 0 to about 1 ulp (Cephes logf).
+inline Vec log(Vec x) {
+  const VecInt bits = (VecInt)x;
+  VecInt power = (bits >> 23) - 126;
+  Vec part = (Vec)((bits & 0x007fffff) | 0x3f000000);  // in [1/2, 1)
+  const VecInt small = part < 0.707106781186547524f;
+  power += small;
+  part = part + ((Vec)((VecInt)part & small)) - splat(1.0f);
+  const Vec square = part * part;
+  Vec poly = splat(7.0376836292e-2f);
+  for (float coefficient : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f,
+                            -2.4999993993e-1f, 3.3333331174e-1f})
+    poly = fma(poly, part, splat(coefficient));
+  const Vec exponent = __builtin_convertvector(power, Vec);
+  Vec rest = fma(exponent, splat(-2.12194440e-4f), poly * part * square);
+  rest = fma(square, splat(-0.5f), rest);
+  return fma(exponent, splat(0.693359375f), part + rest);
+}
+
+// -log(-log1p(-u)) with u = (word + 1/2) / 2^32; u = 1 gives -inf.
+inline Vec gumbel(VecWord words) {
+  const Vec u = (__builtin_convertvector(words, Vec) + splat(0.5f)) * splat(0x1p-32f);
+  // log1p(-u) = log(w) + (what rounding w = 1 - u lost) / w.
+  const Vec w = splat(1.0f) - u, lost = (splat(1.0f) - w) - u;
+  const Vec e = -(log(w) + lost / w);
+  return u < 1.0f ? -log(e) : splat(-kInfinity);
+}
+
+void gumbel_noise(const int64_t* seeds, const int64_t* positions, int64_t stream, float* noise, int64_t num_rows, int64_t vocab, int threads) {
+  const int64_t pieces = (vocab + kPiece - 1) / kPiece;
+#pragma omp parallel for num_threads(threads_for(num_rows * vocab * 4, threads)) schedule(static)
+  for (int64_t i = 0; i < num_rows * pieces; ++i) {
+    const int64_t row = i / pieces, begin = i % pieces * kPiece, end = std::min(vocab, begin + kPiece);
+    uint64_t words[8];  // two blocks: 16 tokens
+    for (int64_t v = begin; v < end; v += 16) {
+      for (int half = 0; half < 2; ++half) {
+        uint64_t block[4];
+        philox(seeds[row], stream, positions[row], v / 8 + half, block);
+        std::memcpy(words + 4 * half, block, sizeof block);
+      }
+      for (int64_t lane = 0; lane < std::min<int64_t>(16, end - v); lane += kLanes)
+        store_first(noise + row * vocab + v + lane, gumbel(load_bytes<VecWord>((const uint32_t*)words + lane)), end - v - lane);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace rs
+
+RS_EXPORT void rs_log_softmax_stats(int is_bf16, const void* logits, const float* inv_temperatures, float* log_probs, float* entropies,
+                                    int64_t num_rows, int64_t vocab, int threads) {
+  rs::with_type(is_bf16, [&]<class T>() {
+    rs::log_softmax_stats((const T*)logits, inv_temperatures, log_probs, entropies, num_rows, vocab, threads);
+  });
+}
+
+RS_EXPORT void rs_gumbel_noise(const int64_t* seeds, const int64_t* positions, int64_t stream, float* noise, int64_t num_rows, int64_t vocab,
+                               int threads) {
+  rs::gumbel_noise(seeds, positions, stream, noise, num_rows, vocab, threads);
+}
