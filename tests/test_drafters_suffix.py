@@ -141,6 +141,17 @@ def test_nodes_are_taken_best_first() -> None:
     assert tree.parents.tolist() == [[-1, 0, -1, 2]]
 
 
+def test_a_shorter_context_gets_only_what_the_longer_one_leaves() -> None:
+    """After 1 2 came 3 4; after 2 alone also 6 7. The sure path's second token goes before the shorter context's branch."""
+    drafter = SuffixDrafter(SuffixConfig(min_match_length=1, max_nodes=3))
+    run(drafter, [1, 2, 3, 4, 5, 2, 6, 7], "before")
+    now = view([9, 1, 2], "now")
+    drafter.start(now)
+    tree = propose(drafter, [now], 2, width=(2, 1))
+    assert drafted(tree) == [3, 4, 6]
+    assert tree.parents.tolist() == [[-1, 0, -1]]
+
+
 def test_the_most_nodes_are_bounded() -> None:
     drafter = SuffixDrafter(SuffixConfig(max_nodes=5, min_path_prob=1e-9))
     for index in range(4):

@@ -156,7 +156,7 @@ class SuffixDrafter:
 
     def _draft(self, running: _RunningRequest, length: int, budget: Budget) -> Nodes:
         nodes = Nodes()
-        max_nodes, threshold = self.config.max_nodes, self.config.min_path_prob
+        max_nodes, threshold, trust = self.config.max_nodes, self.config.min_path_prob, running.trust.rate
         # (-probability, order of discovery, depth, parent, token, state); the order settles ties and keeps them reproducible.
         heap: list[tuple[float, int, int, int, int, int]] = []
         num_found = 0
@@ -164,7 +164,7 @@ class SuffixDrafter:
         while len(nodes) < max_nodes:
             if depth < length:
                 for token, child, share in self._continuations(running.prompt.automaton, state, budget.width_at(depth)):
-                    child_prob = prob * running.trust.rate * share
+                    child_prob = prob * trust * share
                     if child_prob >= threshold:
                         num_found += 1
                         heapq.heappush(heap, (-child_prob, num_found, depth + 1, node, token, child))
