@@ -142,9 +142,9 @@ def test_nodes_are_taken_best_first() -> None:
 
 
 def test_a_shorter_context_gets_only_what_the_longer_one_leaves() -> None:
-    """After 1 2 came 3 4; after 2 alone also 6 7. The sure path's second token goes before the shorter context's branch."""
+    """After 1 2 came 3 4; after 2 alone mostly 6. The sure path's second token goes before the shorter context's branch."""
     drafter = SuffixDrafter(SuffixConfig(min_match_length=1, max_nodes=3))
-    run(drafter, [1, 2, 3, 4, 5, 2, 6, 7], "before")
+    run(drafter, [1, 2, 3, 4, 5, 2, 6, 7, 5, 2, 6, 8, 5, 2, 6], "before")
     now = view([9, 1, 2], "now")
     drafter.start(now)
     tree = propose(drafter, [now], 2, width=(2, 1))
