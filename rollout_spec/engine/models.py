@@ -38,15 +38,13 @@ def resolve_model(name: str, *, cache_dir: Path | None = None, report: Callable[
     if name == SMOLLM2:
         return _smollm2(cache_dir or default_cache_dir(), report)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return _checked_directory(path)
-    if path.exists():
+    if path.is_file():
         raise ValueError(f"model {name!r} is a file; give the directory that holds config.json and the weights")
     if _HUB_ID.fullmatch(name):
         return _hub_snapshot(name, report)
-    raise ValueError(
-        f"model {name!r} is not known: give {SMOLLM2!r}, a local model directory (there is none of this name), or a hub id owner/model"
-    )
+    raise ValueError(f"model {name!r} is neither {SMOLLM2!r}, nor a local directory (there is none of this name), nor a hub id owner/model")
 
 
 def default_cache_dir() -> Path:
