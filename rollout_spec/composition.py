@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout_spec.doctor import Finding
 from rollout_spec.drafter import Drafter
@@ -33,6 +33,7 @@ class DrafterOptions:
 class Composition:
     make_drafter: Callable[[DrafterOptions], Drafter | None]
     make_ops: Callable[[], Ops]
+    load_vllm: Callable[[], Any]  # the vllm module; ValueError with the mend when it is not installed
     findings: Callable[[], Sequence[Finding]]  # for `rollout-spec doctor`
     drafter_names: tuple[str, ...]
 

@@ -16,7 +16,8 @@ from rollout_spec.drafter import RequestView
 from rollout_spec.noise import Stream, gumbel_noise
 from rollout_spec.tree import NO_PARENT, Draw, DraftTree
 
-# Cousins at one depth share a position, so each parent draws from a lane of its own: their draws must be independent.
+# A draft's own draws are keyed by where the round starts and, in the upper bits, by the parent node: cousins must be independent,
+# and so must a position drafted again in a later round, whose first draft block and traversal verification have already looked at.
 _LANE = 1 << 40
 
 
@@ -110,15 +111,15 @@ class TreeGrower:
         """[B, W, w] columns in draw order: Gumbel-top-k is sampling without replacement, and w = 1 plain sampling."""
         if self._draw is Draw.DETERMINISTIC:
             return log_probs.topk(width, dim=-1).indices
-        batch, num_parents, columns = log_probs.shape
+        batch, _, columns = log_probs.shape
         coupled = self._draw is Draw.GUMBEL
         # Coupled noise is the target's, by target token; a sampler of its own draws by column.
         vocab = int(self._ids.max()) + 1 if coupled and self._ids is not None else columns
         stream = Stream.TARGET if coupled else Stream.DRAFT
-        # Coupled noise belongs to the position alone: all parents of a depth see the same.
-        lanes = [0] if coupled else range(num_parents)
-        seeds = [request.seed for request in self._requests for _ in lanes]
-        positions = [request.next_position + self._depth + lane * _LANE for request in self._requests for lane in lanes]
+        # Coupled noise belongs to the absolute position: all parents of a depth see the same.
+        offsets = [self._depth] if coupled else [(node + 1) * _LANE for node in self._level.tolist()]
+        seeds = [request.seed for request in self._requests for _ in offsets]
+        positions = [request.next_position + offset for request in self._requests for offset in offsets]
         noise = gumbel_noise(seeds, positions, vocab, stream).view(batch, -1, vocab)
         if coupled and self._ids is not None:
             noise = noise[..., self._ids]

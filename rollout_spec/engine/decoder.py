@@ -60,6 +60,7 @@ class FusedDecoder:
         self._num_kv_heads: int = config.num_key_value_heads
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._eps: float = config.rms_norm_eps
+        self._windows_by_layer = config.model_type != "mistral"
         positions = torch.arange(min(max_context, self.max_position), device=self.device)[None]
         probe = torch.empty(1, dtype=self.dtype, device=self.device)
         cos, sin = model.model.rotary_emb(probe, positions)
@@ -70,7 +71,8 @@ class FusedDecoder:
     def _pack(self, layer: nn.Module) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         norm_of = {name: getattr(attention, name).weight.detach() if hasattr(attention, name) else None for name in ("q_norm", "k_norm")}
-        window = getattr(attention, "sliding_window", None) or 0
+        # Qwen keeps the window at each layer, Mistral in the config for all of them.
+        window = getattr(attention, "sliding_window", None) if self._windows_by_layer else self._model.config.sliding_window
         return _Layer(
             input_norm=layer.input_layernorm.weight.detach(),
             post_norm=layer.post_attention_layernorm.weight.detach(),
@@ -80,7 +82,7 @@ class FusedDecoder:
             out=self._ops.pack_linear(*_stack(attention.o_proj)),
             gate_up=self._ops.pack_linear(*_stack(mlp.gate_proj, mlp.up_proj)),
             down=self._ops.pack_linear(*_stack(mlp.down_proj)),
-            sliding_window=window,
+            sliding_window=window or 0,
         )
 
     def make_slots(self, num_slots: int, capacity: int) -> KVSlots:

@@ -6,7 +6,6 @@ Shape legend: B requests in the round, R rows of the forward.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -110,7 +109,7 @@ class Engine:
             drafter=drafter,
             controller=controller,
             sink=sink,
-            detokenize=functools.partial(loaded.tokenizer.decode, skip_special_tokens=True),
+            detokenize=loaded.detokenize,
         )
         engine.tokenizer = loaded.tokenizer
         return engine

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +28,17 @@ class LoadedModel:
     module: nn.Module
     tokenizer: PreTrainedTokenizerBase
 
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special tokens left out."""
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
 
-def load_model(name: str, dtype: str = "float32") -> LoadedModel:
+
+def load_model(name: str, dtype: str = "float32", report: Callable[[str], None] = lambda _: None) -> LoadedModel:
     """Weights and tokenizer of a known name, a local directory or a hub id. Raises ValueError that names what is missing."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-    path = resolve_model(name)
+    path = resolve_model(name, report=report)
     config = AutoConfig.from_pretrained(path)
     module = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=DTYPES[dtype]).eval()
     return LoadedModel(path=path, module=module, tokenizer=AutoTokenizer.from_pretrained(path))

@@ -100,18 +100,18 @@ class LogitsTarget:
         logits = self._head(self._hidden[rows])
         self.head_s += time.perf_counter() - began
         requests = torch.searchsorted(self._row_offsets, rows, right=True) - 1
-        bad = bad_rows(logits)
-        if bool(bad.any()):
-            self.failed |= set(requests[bad].tolist())
-            logits = logits.clone()
-            logits[bad] = torch.nn.functional.one_hot(torch.tensor(0), self.vocab_size).to(logits.dtype).log()
-        params = [self._sampling[request] for request in requests.tolist()]
         wide = logits.float()
+        bad = bad_rows(wide)
         if not self._raw_is_processed:
             nodes = rows - self._row_offsets[requests] - 1
             histories = [self._history(request, node) for request, node in zip(requests.tolist(), nodes.tolist(), strict=True)]
-            wide = process_logits(wide, params, histories)
-        self._log_probs.append(torch.log_softmax(wide, dim=-1))
+            wide = process_logits(wide, [self._sampling[request] for request in requests.tolist()], histories)
+            bad |= bad_rows(wide)
+        log_probs = torch.log_softmax(wide, dim=-1)
+        if bool(bad.any()):
+            self.failed |= set(requests[bad].tolist())
+            log_probs[bad] = torch.nn.functional.one_hot(torch.tensor(0), self.vocab_size).log()
+        self._log_probs.append(log_probs)
         self._raw.append(logits)
         self._chunk[rows] = len(self._raw) - 1
         self._index[rows] = torch.arange(rows.numel())

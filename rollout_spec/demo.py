@@ -1,0 +1,105 @@
+"""Demo: two epochs of RL rollouts of a real model, with and without speculation, seeded so that the tokens can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import rmtree
+
+import pyarrow.parquet as pq
+from rich.progress import Progress
+
+from rollout_spec.budget import FixedBudget
+from rollout_spec.composition import Composition
+from rollout_spec.engine.engine import Engine, EngineConfig
+from rollout_spec.job import JobSettings, RolloutJob
+from rollout_spec.sampling import SamplingParams
+from rollout_spec.session import Session, drafter_factory, open_session
+from rollout_spec.sinks import JsonlSink
+
+MODEL, TASK = "smollm2-135m", "gsm_symbolic"
+DRAFT_LENGTH, NUM_SAMPLES, MAX_BATCH = 4, 4, 4
+DRAFTERS = ("none", "ngram", "suffix")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoRow:
+    """One run of one epoch."""
+
+    epoch: int
+    drafter: str
+    folder: Path
+    summary: Mapping[str, object]
+    identical: bool  # every sample has the tokens of the run without speculation
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    rows: Sequence[DemoRow]
+    dtype: str
+    out: Path
+
+    @property
+    def identical(self) -> bool:
+        return all(row.identical for row in self.rows)
+
+
+def run_demo(
+    composition: Composition, *, out: Path, quick: bool, threads: int | None, progress: Progress, report: Callable[[str], None]
+) -> DemoResult:
+    """Epoch 0 and 1 of the same prompts with each drafter. In epoch 1 the suffix drafter knows epoch 0's samples."""
+    num_prompts, length = (2, 48) if quick else (8, 96)
+    # Tokens are compared bit by bit, which needs a forward whose rows do not depend on their neighbours (docs/engine.md).
+    dtype = "bfloat16" if composition.make_ops().name != "torch" else "float32"
+    session = open_session(
+        composition, model=MODEL, prompts=f"{TASK}:{num_prompts}", dtype=dtype, threads=threads, max_new_tokens=length, report=report
+    )
+    if out.exists():
+        rmtree(out)
+    make = drafter_factory(composition, scheme=None, seeded=True, tree_width=(1,))
+    drafters = {name: make(name) for name in DRAFTERS}
+    task = progress.add_task("rollouts", total=2 * len(DRAFTERS) * num_prompts * NUM_SAMPLES)
+    rows: list[DemoRow] = []
+    for epoch in range(2):
+        for name, drafter in drafters.items():
+            engine_sink = JsonlSink(out / f"epoch{epoch}-{name}" / "events.jsonl")
+            engine = Engine(
+                session.runner,
+                config=EngineConfig(max_batch=MAX_BATCH, max_context=session.max_context),
+                drafter=drafter,
+                controller=FixedBudget(draft_length=DRAFT_LENGTH),
+                sink=engine_sink,
+                detokenize=session.loaded.detokenize,
+            )
+            folder = out / f"epoch{epoch}-{name}"
+            before = len(rows) * num_prompts * NUM_SAMPLES
+            job = _job(folder, session, num_prompts, length, dtype, name, epoch)
+            summary = job.run(engine, lambda done, before=before: progress.update(task, completed=before + done))  # type: ignore[misc]
+            engine_sink.close()
+            plain = out / f"epoch{epoch}-{DRAFTERS[0]}"
+            rows.append(DemoRow(epoch=epoch, drafter=name, folder=folder, summary=summary, identical=_tokens(folder) == _tokens(plain)))
+    return DemoResult(rows=rows, dtype=dtype, out=out)
+
+
+def _job(folder: Path, session: Session, num_prompts: int, length: int, dtype: str, drafter: str, epoch: int) -> RolloutJob:
+    settings = JobSettings(
+        model=MODEL,
+        prompts=f"{TASK}:{num_prompts}",
+        num_samples=NUM_SAMPLES,
+        max_new_tokens=length,
+        dtype=dtype,
+        drafter=drafter,
+        verifier="auto",
+        budget=f"fixed:{DRAFT_LENGTH}",
+        tree_width=(1,),
+        seed=epoch,
+        stop=(),
+        sampling={"temperature": 1.0},
+    )
+    return RolloutJob(folder, settings, session.prompts, SamplingParams(temperature=1.0), resume=False)
+
+
+def _tokens(folder: Path) -> list[list[int]]:
+    column: list[list[int]] = pq.read_table(folder / "rollouts.parquet", columns=["token_ids"])["token_ids"].to_pylist()
+    return column
