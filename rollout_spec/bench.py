@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -158,7 +159,10 @@ class Bench:
                     "engine": engine,
                     "tokens_per_s": spread(measured.tokens_per_s),
                     "ratio_to_none": spread(ratios) if ratios else None,
-                    **{key: totals[key] if engine == OURS else None for key in ("acceptance_length_pooled", "acceptance_by_depth", "ms_per_round", "seconds")},
+                    **{
+                        key: totals[key] if engine == OURS else None
+                        for key in ("acceptance_length_pooled", "acceptance_by_depth", "ms_per_round", "seconds")
+                    },
                 }
             )
         return rows
@@ -183,7 +187,7 @@ def machine() -> dict[str, object]:
 
 def _cpu_name() -> str:
     try:
-        with open("/proc/cpuinfo") as file:
+        with Path("/proc/cpuinfo").open() as file:
             return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), platform.processor())
     except FileNotFoundError:
         return platform.processor()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,27 +18,35 @@ from rollout_spec import __version__, reports
 from rollout_spec.bench import Bench, BenchSettings
 from rollout_spec.composition import Composition
 from rollout_spec.demo import run_demo
-from rollout_spec.doctor import diagnose
+from rollout_spec.doctor import Status, diagnose
 from rollout_spec.engine.baselines import Baseline, TransformersBaseline, VllmBaseline
 from rollout_spec.engine.engine import Engine, EngineConfig
+from rollout_spec.engine.models import default_cache_dir
 from rollout_spec.job import JobSettings, RolloutJob, write_text
 from rollout_spec.sampling import SamplingParams
 from rollout_spec.session import Session, drafter_factory, open_session, parse_budget, parse_logit_bias, parse_scheme, parse_widths
 from rollout_spec.sinks import JsonlSink
 
 INTERRUPTED = 130
+DRAFTER_NAMES = "none, ngram, suffix, self"
 console = Console(stderr=True)
 
 Model = Annotated[str, typer.Option("--model", "-m", help="smollm2-135m, a local Hugging Face directory, or a hub id.")]
 Prompts = Annotated[
-    str, typer.Option("--prompts", "-p", help="TASK:COUNT (any reasoning-gym task, or humaneval), a verl .parquet, or a .jsonl with 'prompt'.")
+    str,
+    typer.Option("--prompts", "-p", help="TASK:COUNT (any reasoning-gym task, or humaneval), a verl .parquet, or a .jsonl with 'prompt'."),
 ]
 DType = Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="Compute threads; default: torch's choice.")]
 DraftLength = Annotated[int, typer.Option("--draft-length", "-k", min=0, help="Deepest drafted token a round; 0 = no drafting.")]
 TreeWidth = Annotated[str, typer.Option("--tree-width", help="Children a node by depth, like 2,2,1; 1 = a chain.")]
 Verifier = Annotated[
-    str, typer.Option("--verifier", help="auto, rejection, block, exact_match, gumbel, rejection_walk or traversal. auto: gumbel with --seed, else the best that is exact for the drafter.")
+    str,
+    typer.Option(
+        "--verifier",
+        help="auto, rejection, block, exact_match, gumbel, rejection_walk or traversal. "
+        "auto: gumbel with --seed, else the best that is exact for the drafter.",
+    ),
 ]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 = greedy.")]
 BudgetOption = Annotated[str | None, typer.Option("--budget", help="off or fixed:K; default: fixed at --draft-length.")]
@@ -62,197 +71,224 @@ def _say(line: str) -> None:
     console.print(line, highlight=False)
 
 
-def build_app(composition: Composition) -> typer.Typer:
-    """The application over one composition of drafters and kernels."""
-    app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exactly lossless speculative decoding for RL rollouts.", rich_markup_mode=None)
-    names = ", ".join(composition.drafter_names)
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Exactly lossless speculative decoding for RL rollouts.", rich_markup_mode=None
+)
 
-    @app.callback(invoke_without_command=True)
-    def version(show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
-        if show:
-            typer.echo(__version__)
-            raise typer.Exit
 
-    @app.command()
-    def rollout(
-        model: Model,
-        prompts: Prompts,
-        out: Annotated[Path, typer.Option("--out", "-o", help="Folder for rollouts.parquet, events.jsonl and summary.json.")],
-        num_samples: Annotated[int, typer.Option("--num-samples", "-n", help="Samples a prompt.")] = 1,
-        max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 128,
-        temperature: Temperature = 1.0,
-        top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
-        top_k: Annotated[int, typer.Option("--top-k", help="0 = off.")] = 0,
-        min_p: Annotated[float, typer.Option("--min-p")] = 0.0,
-        repetition_penalty: Annotated[float, typer.Option("--repetition-penalty")] = 1.0,
-        presence_penalty: Annotated[float, typer.Option("--presence-penalty")] = 0.0,
-        frequency_penalty: Annotated[float, typer.Option("--frequency-penalty")] = 0.0,
-        logit_bias: Annotated[str | None, typer.Option("--logit-bias", help="JSON object of token id to bias.")] = None,
-        stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string; may be given several times.")] = None,
-        seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same tokens, with and without speculation.")] = None,
-        drafter: Annotated[str, typer.Option("--drafter", "-d", help=f"{names}, or a drafter's directory.")] = "suffix",
-        history: Annotated[Path | None, typer.Option("--history", help="suffix only: file that keeps earlier epochs' samples; read if there, written at the end.")] = None,
-        verifier: Verifier = "auto",
-        draft_length: DraftLength = 4,
-        tree_width: TreeWidth = "1",
-        budget: BudgetOption = None,
-        max_batch: Annotated[int, typer.Option("--max-batch", "-b", help="Requests that run at once.")] = 16,
-        dtype: DType = "float32",
-        threads: Threads = None,
-        resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in --out.")] = False,
-    ) -> None:
-        """Generate rollouts for a set of prompts; may be interrupted and resumed."""
-        with _clear_errors():
-            sampling = SamplingParams(
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                presence_penalty=presence_penalty,
-                frequency_penalty=frequency_penalty,
-                logit_bias=parse_logit_bias(logit_bias),
-            )
-            scheme, widths = parse_scheme(verifier), parse_widths(tree_width)
-            controller = parse_budget(budget, draft_length, widths)
-            session = open_session(
-                composition, model=model, prompts=prompts, dtype=dtype, threads=threads, max_new_tokens=max_new_tokens, report=_say
-            )
-            settings = JobSettings(
-                model=model,
-                prompts=prompts,
-                num_samples=num_samples,
-                max_new_tokens=max_new_tokens,
-                dtype=dtype,
-                drafter=drafter,
-                verifier=verifier,
-                budget=budget or f"fixed:{draft_length}",
-                tree_width=widths,
-                seed=seed,
-                stop=tuple(stop or ()),
-                sampling={key: getattr(sampling, key) for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")}
-                | {"logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()}},
-            )
-            job = RolloutJob(out, settings, session.prompts, sampling, resume=resume)
-            make = drafter_factory(composition, scheme=scheme, seeded=seed is not None, tree_width=widths, history=history)
-            made = make(drafter)
-            sink = JsonlSink(job.events_path)
-            engine = Engine(
-                session.runner,
-                config=EngineConfig(max_batch=max_batch, max_context=session.max_context, scheme=scheme),
-                drafter=made,
-                controller=controller,
-                sink=sink,
-                detokenize=session.loaded.detokenize,
-            )
-            summary = _run_job(job, engine)
-            sink.close()
-            if history is not None and made is not None:
-                made.save_history(history)  # type: ignore[attr-defined]
-        reports.print_summary(Console(), out, summary)
+def run(composition: Composition) -> None:
+    """Entry point: the commands over one composition of drafters and kernels."""
+    app(obj=composition)
 
-    def _run_job(job: RolloutJob, engine: Engine) -> dict[str, object]:
+
+def _composition(context: typer.Context) -> Composition:
+    composition = context.obj
+    assert isinstance(composition, Composition)
+    return composition
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if show:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def rollout(
+    context: typer.Context,
+    model: Model,
+    prompts: Prompts,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for rollouts.parquet, events.jsonl and summary.json.")],
+    num_samples: Annotated[int, typer.Option("--num-samples", "-n", help="Samples a prompt.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 128,
+    temperature: Temperature = 1.0,
+    top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="0 = off.")] = 0,
+    min_p: Annotated[float, typer.Option("--min-p")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option("--repetition-penalty")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option("--presence-penalty")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option("--frequency-penalty")] = 0.0,
+    logit_bias: Annotated[str | None, typer.Option("--logit-bias", help="JSON object of token id to bias.")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string; may be given several times.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same tokens, with and without speculation.")] = None,
+    drafter: Annotated[str, typer.Option("--drafter", "-d", help=f"{DRAFTER_NAMES}, or a drafter's directory.")] = "suffix",
+    history: Annotated[
+        Path | None,
+        typer.Option("--history", help="suffix only: file that keeps earlier epochs' samples; read if there, written at the end."),
+    ] = None,
+    verifier: Verifier = "auto",
+    draft_length: DraftLength = 4,
+    tree_width: TreeWidth = "1",
+    budget: BudgetOption = None,
+    max_batch: Annotated[int, typer.Option("--max-batch", "-b", help="Requests that run at once.")] = 16,
+    dtype: DType = "float32",
+    threads: Threads = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in --out.")] = False,
+) -> None:
+    """Generate rollouts for a set of prompts; may be interrupted and resumed."""
+    with _clear_errors():
+        sampling = SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=parse_logit_bias(logit_bias),
+        )
+        scheme, widths = parse_scheme(verifier), parse_widths(tree_width)
+        controller = parse_budget(budget, draft_length, widths)
+        session = open_session(
+            _composition(context), model=model, prompts=prompts, dtype=dtype, threads=threads, max_new_tokens=max_new_tokens, report=_say
+        )
+        settings = JobSettings(
+            model=model,
+            prompts=prompts,
+            num_samples=num_samples,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            drafter=drafter,
+            verifier=verifier,
+            budget=budget or f"fixed:{draft_length}",
+            tree_width=widths,
+            seed=seed,
+            stop=tuple(stop or ()),
+            sampling={
+                key: getattr(sampling, key)
+                for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+            }
+            | {"logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()}},
+        )
+        job = RolloutJob(out, settings, session.prompts, sampling, resume=resume)
+        make = drafter_factory(
+            _composition(context), session.loaded, scheme=scheme, seeded=seed is not None, tree_width=widths, history=history
+        )
+        made = make(drafter)
+        sink = JsonlSink(job.events_path)
+        engine = Engine(
+            session.runner,
+            config=EngineConfig(max_batch=max_batch, max_context=session.max_context, scheme=scheme),
+            drafter=made,
+            controller=controller,
+            sink=sink,
+            detokenize=session.loaded.detokenize,
+        )
+        summary = _run_job(job, engine)
+        sink.close()
+        if history is not None and made is not None:
+            made.save_history(history)  # type: ignore[attr-defined]
+    reports.print_summary(Console(), out, summary)
+
+
+def _run_job(job: RolloutJob, engine: Engine) -> dict[str, object]:
+    with _progress() as progress:
+        task = progress.add_task("rollouts", total=job.total)
+        try:
+            return job.run(engine, lambda done: progress.update(task, completed=done))
+        except KeyboardInterrupt:
+            _say(f"interrupted; finished samples are kept in {job.out}: run the same command with --resume to go on")
+            raise typer.Exit(INTERRUPTED) from None
+
+
+@app.command()
+def bench(
+    context: typer.Context,
+    model: Model,
+    prompts: Prompts,
+    json_path: Annotated[Path, typer.Option("--json", help="Where the results go.")],
+    drafters: Annotated[str, typer.Option("--drafters", help=f"Comma-separated: {DRAFTER_NAMES}, or directories.")] = "none,ngram,suffix",
+    batch_sizes: Annotated[str, typer.Option("--batch-sizes")] = "1,4,16",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 64,
+    dtype: DType = "float32",
+    temperature: Temperature = 1.0,
+    draft_length: DraftLength = 4,
+    tree_width: TreeWidth = "1",
+    budget: BudgetOption = None,
+    verifier: Verifier = "auto",
+    against: Annotated[str, typer.Option("--against", help="Other engines on the same requests: hf, vllm.")] = "",
+    repeats: Annotated[int, typer.Option("--repeats", "-r")] = 3,
+    epochs: Annotated[int, typer.Option("--epochs", help="Passes over the same prompts with one drafter; the last is measured.")] = 1,
+    threads: Threads = None,
+) -> None:
+    """Measure drafters (and other engines) side by side, interleaved in one run."""
+    with _clear_errors():
+        scheme, widths = parse_scheme(verifier), parse_widths(tree_width)
+        controller = parse_budget(budget, draft_length, widths)
+        sizes = tuple(_positive(part, "--batch-sizes") for part in batch_sizes.split(","))
+        session = open_session(
+            _composition(context), model=model, prompts=prompts, dtype=dtype, threads=threads, max_new_tokens=max_new_tokens, report=_say
+        )
+        settings = BenchSettings(
+            model=model,
+            prompts=prompts,
+            drafters=tuple(drafters.split(",")),
+            batch_sizes=sizes,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            temperature=temperature,
+            budget=budget or f"fixed:{draft_length}",
+            tree_width=widths,
+            verifier=verifier,
+            against=tuple(name for name in against.split(",") if name),
+            repeats=repeats,
+            epochs=epochs,
+            threads=threads or 0,
+        )
+        measure = Bench(
+            settings,
+            runner=session.runner,
+            prompts=session.prompts,
+            make_drafter=drafter_factory(_composition(context), session.loaded, scheme=scheme, seeded=False, tree_width=widths),
+            controller=controller,
+            scheme=scheme,
+            baselines=[_baseline(name, _composition(context), session, dtype, max(sizes)) for name in settings.against],
+            max_context=session.max_context,
+        )
         with _progress() as progress:
-            task = progress.add_task("rollouts", total=job.total)
-            try:
-                return job.run(engine, lambda done: progress.update(task, completed=done))
-            except KeyboardInterrupt:
-                _say(f"interrupted; finished samples are kept in {job.out}: run the same command with --resume to go on")
-                raise typer.Exit(INTERRUPTED) from None
+            task = progress.add_task("bench", total=measure.num_runs)
+            results = measure.run(lambda what: progress.update(task, advance=1, description=what))
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(json_path, json.dumps(results, indent=2) + "\n")
+    reports.print_bench(Console(), json_path, results)
 
-    @app.command()
-    def bench(
-        model: Model,
-        prompts: Prompts,
-        json_path: Annotated[Path, typer.Option("--json", help="Where the results go.")],
-        drafters: Annotated[str, typer.Option("--drafters", help=f"Comma-separated: {names}, or directories.")] = "none,ngram,suffix",
-        batch_sizes: Annotated[str, typer.Option("--batch-sizes")] = "1,4,16",
-        max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 64,
-        dtype: DType = "float32",
-        temperature: Temperature = 1.0,
-        draft_length: DraftLength = 4,
-        tree_width: TreeWidth = "1",
-        budget: BudgetOption = None,
-        verifier: Verifier = "auto",
-        against: Annotated[str, typer.Option("--against", help="Other engines on the same requests: hf, vllm.")] = "",
-        repeats: Annotated[int, typer.Option("--repeats", "-r")] = 3,
-        epochs: Annotated[int, typer.Option("--epochs", help="Passes over the same prompts with one drafter; the last is measured.")] = 1,
-        threads: Threads = None,
-    ) -> None:
-        """Measure drafters (and other engines) side by side, interleaved in one run."""
-        with _clear_errors():
-            scheme, widths = parse_scheme(verifier), parse_widths(tree_width)
-            controller = parse_budget(budget, draft_length, widths)
-            sizes = tuple(_positive(part, "--batch-sizes") for part in batch_sizes.split(","))
-            session = open_session(
-                composition, model=model, prompts=prompts, dtype=dtype, threads=threads, max_new_tokens=max_new_tokens, report=_say
-            )
-            settings = BenchSettings(
-                model=model,
-                prompts=prompts,
-                drafters=tuple(drafters.split(",")),
-                batch_sizes=sizes,
-                max_new_tokens=max_new_tokens,
-                dtype=dtype,
-                temperature=temperature,
-                budget=budget or f"fixed:{draft_length}",
-                tree_width=widths,
-                verifier=verifier,
-                against=tuple(name for name in against.split(",") if name),
-                repeats=repeats,
-                epochs=epochs,
-                threads=threads or 0,
-            )
-            measure = Bench(
-                settings,
-                runner=session.runner,
-                prompts=session.prompts,
-                make_drafter=drafter_factory(composition, scheme=scheme, seeded=False, tree_width=widths),
-                controller=controller,
-                scheme=scheme,
-                baselines=[_baseline(name, session, dtype, max(sizes)) for name in settings.against],
-                max_context=session.max_context,
-            )
-            with _progress() as progress:
-                task = progress.add_task("bench", total=measure.num_runs)
-                results = measure.run(lambda what: progress.update(task, advance=1, description=what))
-            json_path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(json_path, json.dumps(results, indent=2) + "\n")
-        reports.print_bench(Console(), json_path, results)
 
-    def _baseline(name: str, session: Session, dtype: str, max_batch: int) -> Baseline:
-        if name == "hf":
-            return TransformersBaseline(session.loaded.module)
-        if name == "vllm":
-            return VllmBaseline(session.loaded.path, dtype=dtype, max_context=session.max_context, max_batch=max_batch, load=composition.load_vllm)
-        raise ValueError(f"--against {name!r}: give hf or vllm")
+def _baseline(name: str, composition: Composition, session: Session, dtype: str, max_batch: int) -> Baseline:
+    if name == "hf":
+        return TransformersBaseline(session.loaded.module)
+    if name == "vllm":
+        return VllmBaseline(
+            session.loaded.path, dtype=dtype, max_context=session.max_context, max_batch=max_batch, load=composition.load_vllm
+        )
+    raise ValueError(f"--against {name!r}: give hf or vllm")
 
-    @app.command()
-    def demo(
-        quick: Annotated[bool, typer.Option("--quick", help="A quarter of the work.")] = False,
-        out: Annotated[Path, typer.Option("--out", "-o")] = Path("runs/demo"),
-        threads: Threads = None,
-    ) -> None:
-        """The real model, real prompts, with and without speculation: the same tokens, fewer rounds."""
-        with _clear_errors(), _progress() as progress:
-            result = run_demo(composition, out=out, quick=quick, threads=threads, progress=progress, report=_say)
-        reports.print_demo(Console(), result)
-        if not result.identical:
-            raise typer.Exit(1)
 
-    @app.command()
-    def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
-        """What is installed, what would fail, and the mend."""
-        findings = [*diagnose(), *composition.findings()]
-        reports.print_findings(Console(), findings, as_json=as_json)
-        if any(finding.status == "fail" for finding in findings):
-            raise typer.Exit(1)
+@app.command()
+def demo(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option("--quick", help="A quarter of the work.")] = False,
+    out: Annotated[Path, typer.Option("--out", "-o")] = Path("runs/demo"),
+    threads: Threads = None,
+) -> None:
+    """The real model, real prompts, with and without speculation: the same tokens, fewer rounds."""
+    with _clear_errors(), _progress() as progress:
+        result = run_demo(_composition(context), out=out, quick=quick, threads=threads, progress=progress, report=_say)
+    reports.print_demo(Console(), result)
+    if not result.identical:
+        raise typer.Exit(1)
 
-    return app
+
+@app.command()
+def doctor(context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
+    """What is installed, what would fail, and the mend."""
+    findings = diagnose(environ=os.environ, cache_dir=default_cache_dir(), further=_composition(context).findings())
+    reports.print_findings(Console(), findings, as_json=as_json)
+    if any(finding.status is Status.FAIL for finding in findings):
+        raise typer.Exit(1)
 
 
 def _positive(text: str, option: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise ValueError(f"{option}: {text!r} is not a positive number")
     return int(text)
-

@@ -16,6 +16,7 @@ from rollout_spec.tree import Draw
 from rollout_spec.verify import Scheme
 
 if TYPE_CHECKING:
+    from rollout_spec.engine.load import LoadedModel
     from rollout_spec.engine.ops import Ops
 
 
@@ -31,11 +32,10 @@ class DrafterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    make_drafter: Callable[[DrafterOptions], Drafter | None]
+    make_drafter: Callable[[DrafterOptions, LoadedModel, Ops], Drafter | None]  # for this model, on these operations
     make_ops: Callable[[], Ops]
     load_vllm: Callable[[], Any]  # the vllm module; ValueError with the mend when it is not installed
     findings: Callable[[], Sequence[Finding]]  # for `rollout-spec doctor`
-    drafter_names: tuple[str, ...]
 
 
 def draw_for(scheme: Scheme | None, *, seeded: bool, wide: bool) -> Draw:

@@ -57,7 +57,7 @@ def run_demo(
     )
     if out.exists():
         rmtree(out)
-    make = drafter_factory(composition, scheme=None, seeded=True, tree_width=(1,))
+    make = drafter_factory(composition, session.loaded, scheme=None, seeded=True, tree_width=(1,))
     drafters = {name: make(name) for name in DRAFTERS}
     task = progress.add_task("rollouts", total=2 * len(DRAFTERS) * num_prompts * NUM_SAMPLES)
     rows: list[DemoRow] = []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollout_spec.budget import Budget
 from rollout_spec.sampling import SamplingParams
-from rollout_spec.tree import Draw, DraftTree
+from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verdict import Verdict
 from rollout_spec.verify import TargetRows
 

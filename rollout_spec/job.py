@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -88,7 +88,9 @@ class RolloutJob:
             held = json.loads(settings_path.read_text())
             different = [f"{key}: {held.get(key)!r} then, {wanted[key]!r} now" for key in wanted if held.get(key) != wanted[key]]
             if different:
-                raise ValueError(f"--resume with other settings than {settings_path} ({'; '.join(different)}): use the same, or another --out")
+                raise ValueError(
+                    f"--resume with other settings than {settings_path} ({'; '.join(different)}): use the same, or another --out"
+                )
         self.out.mkdir(parents=True, exist_ok=True)
         write_text(settings_path, json.dumps(wanted, indent=2) + "\n")
 
@@ -116,7 +118,7 @@ class RolloutJob:
                     on_finished(len(rows))
         return self._write(rows, earlier_s + time.perf_counter() - began)
 
-    def _finished_rows(self) -> list[dict[str, object]]:
+    def _finished_rows(self) -> list[dict[str, Any]]:
         """Rows of the journal, else of a result that is already complete; a torn last line of the journal is dropped."""
         if self._journal_path.exists():
             lines = self._journal_path.read_text().split("\n")
@@ -128,7 +130,7 @@ class RolloutJob:
     def _submit(self, engine: Engine, finished: set[tuple[object, object]]) -> dict[str, tuple[str, int]]:
         """Queue every sample that is not there yet, a prompt's samples side by side so that they share its prefill."""
         ids: dict[str, tuple[str, int]] = {}
-        self._refused: list[dict[str, object]] = []
+        self._refused: list[dict[str, Any]] = []
         for prompt in self._prompts:
             for sample_index in range(self._settings.num_samples):
                 if (prompt.prompt_id, sample_index) in finished:
@@ -150,9 +152,9 @@ class RolloutJob:
                     self._refused.append(_row(refused, prompt.prompt_id, sample_index))
         return ids
 
-    def _write(self, rows: list[dict[str, object]], wall_s: float) -> dict[str, object]:
+    def _write(self, rows: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:
         order = {prompt.prompt_id: place for place, prompt in enumerate(self._prompts)}
-        rows.sort(key=lambda row: (order[str(row["prompt_id"])], int(str(row["sample_index"]))))
+        rows.sort(key=lambda row: (order[row["prompt_id"]], row["sample_index"]))
         table = pa.Table.from_pylist(rows, schema=SCHEMA)
         beside = self.out / "rollouts.parquet.part"
         pq.write_table(table, beside)
@@ -160,7 +162,7 @@ class RolloutJob:
         totals = SummarySink()
         for event in read_events(self.events_path):
             totals.emit(event)
-        num_tokens = sum(len(row["token_ids"]) for row in rows)  # type: ignore[arg-type]
+        num_tokens = sum(len(row["token_ids"]) for row in rows)
         summary = {
             "num_requests": len(rows),
             "num_failed_requests": sum(row["finish_reason"] == "error" for row in rows),
@@ -188,13 +190,12 @@ def write_text(path: Path, text: str) -> None:
     beside.replace(path)
 
 
-def _append(journal: object, row: dict[str, object]) -> None:
-    assert hasattr(journal, "write")
+def _append(journal: TextIO, row: dict[str, Any]) -> None:
     journal.write(json.dumps(row) + "\n")
     journal.flush()
 
 
-def _row(completion: Completion, prompt_id: str, sample_index: int) -> dict[str, object]:
+def _row(completion: Completion, prompt_id: str, sample_index: int) -> dict[str, Any]:
     return {
         "prompt_id": prompt_id,
         "sample_index": sample_index,

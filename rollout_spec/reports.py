@@ -9,18 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rollout_spec.demo import DemoResult
-from rollout_spec.doctor import Finding
+from rollout_spec.doctor import Finding, Status
 
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
 def print_summary(console: Console, out: Path, summary: Mapping[str, Any]) -> None:
     """One run's totals and where its files are."""
     table = Table("figure", "value", title=f"rollouts in {out}")
-    for key in ("num_requests", "num_failed_requests", "num_tokens", "wall_s", "tokens_per_s", "num_rounds", "ms_per_round", "mean_entropy"):
+    for key in (
+        "num_requests",
+        "num_failed_requests",
+        "num_tokens",
+        "wall_s",
+        "tokens_per_s",
+        "num_rounds",
+        "ms_per_round",
+        "mean_entropy",
+    ):
         table.add_row(key, _number(summary[key]))
     for key in ("acceptance_rate", "acceptance_length_pooled", "acceptance_length_per_request"):
         table.add_row(key, _number(summary[key]))
@@ -32,7 +42,18 @@ def print_summary(console: Console, out: Path, summary: Mapping[str, Any]) -> No
 
 def print_bench(console: Console, path: Path, results: Mapping[str, Any]) -> None:
     """Medians with their spread; the ratio is to no speculation in the same repeat."""
-    table = Table("engine", "drafter", "batch", "tokens/s", "min–max", "× none", "min–max", "accepted length", "ms/round", title="lengths count the bonus token")
+    table = Table(
+        "engine",
+        "drafter",
+        "batch",
+        "tokens/s",
+        "min–max",
+        "× none",
+        "min–max",
+        "accepted length",
+        "ms/round",
+        title="lengths count the bonus token",
+    )
     for row in results["results"]:
         speed, ratio = row["tokens_per_s"], row["ratio_to_none"]
         table.add_row(
@@ -52,7 +73,17 @@ def print_bench(console: Console, path: Path, results: Mapping[str, Any]) -> Non
 
 def print_demo(console: Console, result: DemoResult) -> None:
     """Epoch by epoch: the same tokens, and what it took to get them."""
-    table = Table("epoch", "drafter", "tokens", "rounds", "accepted length", "tokens/s", "× none", "same tokens as none", title=f"SmolLM2-135M-Instruct, T = 1, {result.dtype}")
+    table = Table(
+        "epoch",
+        "drafter",
+        "tokens",
+        "rounds",
+        "accepted length",
+        "tokens/s",
+        "× none",
+        "same tokens as none",
+        title=f"SmolLM2-135M-Instruct, T = 1, {result.dtype}",
+    )
     for row in result.rows:
         plain = next(other for other in result.rows if other.epoch == row.epoch)
         summary, reference = row.summary, plain.summary
@@ -75,11 +106,13 @@ def print_demo(console: Console, result: DemoResult) -> None:
 def print_findings(console: Console, findings: Sequence[Finding], *, as_json: bool) -> None:
     """doctor's list."""
     if as_json:
-        console.print_json(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+        console.print_json(json.dumps([{**dataclasses.asdict(finding), "status": finding.status.value} for finding in findings]))
         return
     table = Table("component", "status", "detail", "mend")
     for finding in findings:
-        table.add_row(finding.component, f"[{_STYLES[finding.status]}]{finding.status}[/]", finding.detail, finding.mend or "")
+        table.add_row(
+            finding.component, f"[{_STYLES[finding.status]}]{finding.status.value}[/]", escape(finding.detail), escape(finding.mend)
+        )
     console.print(table)
 
 

@@ -37,7 +37,14 @@ class Session:
 
 
 def open_session(
-    composition: Composition, *, model: str, prompts: str, dtype: str, threads: int | None, max_new_tokens: int, report: Callable[[str], None]
+    composition: Composition,
+    *,
+    model: str,
+    prompts: str,
+    dtype: str,
+    threads: int | None,
+    max_new_tokens: int,
+    report: Callable[[str], None],
 ) -> Session:
     """Load the model and prompts, with room for every prompt that fits the model; longer ones are refused one by one later."""
     set_threads(threads)
@@ -107,12 +114,18 @@ def parse_logit_bias(text: str | None) -> dict[int, float]:
 
 
 def drafter_factory(
-    composition: Composition, *, scheme: Scheme | None, seeded: bool, tree_width: tuple[int, ...], history: Path | None = None
+    composition: Composition,
+    loaded: LoadedModel,
+    *,
+    scheme: Scheme | None,
+    seeded: bool,
+    tree_width: tuple[int, ...],
+    history: Path | None = None,
 ) -> Callable[[str], Drafter | None]:
     """Makes a fresh drafter for a name, with draws that suit the verifier."""
     draw = draw_for(scheme, seeded=seeded, wide=max(tree_width) > 1)
 
     def make(spec: str) -> Drafter | None:
-        return composition.make_drafter(DrafterOptions(spec=spec, draw=draw, history=history))
+        return composition.make_drafter(DrafterOptions(spec=spec, draw=draw, history=history), loaded, composition.make_ops())
 
     return make

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.composition import Composition, DrafterOptions
-from rollout_spec.doctor import Finding
+from rollout_spec.doctor import Finding, Status
 from rollout_spec.drafter import Drafter
 from rollout_spec.drafters.ngram import NGramDrafter
 from rollout_spec.drafters.self_draft import SelfConfig, SelfDrafter
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from rollout_spec.engine.ops import Ops
 
 
-def _none(options: DrafterOptions) -> Drafter | None:
+def _none(_: DrafterOptions) -> Drafter | None:
     return None
 
 
-def _ngram(options: DrafterOptions) -> Drafter:
+def _ngram(_: DrafterOptions) -> Drafter:
     return NGramDrafter()
 
 
@@ -51,8 +51,9 @@ def make_drafter(options: DrafterOptions) -> Drafter | None:
 def make_ops() -> Ops:
     """The C++ operations where they can be built, else torch's."""
     from rollout_spec.engine.ops import TorchOps
+    from rollout_spec_kernels.cpu import CpuOps, unavailable_reason
 
-    return TorchOps()
+    return TorchOps() if unavailable_reason() is not None else CpuOps()
 
 
 def load_vllm() -> Any:
@@ -64,16 +65,21 @@ def load_vllm() -> Any:
 
 
 def findings() -> list[Finding]:
-    return []
+    """What doctor says of the kernels."""
+    from rollout_spec_kernels.cpu import unavailable_reason
+
+    reason = unavailable_reason()
+    if reason is None:
+        return [Finding(component="cpu kernels", status=Status.OK, detail="built: forwards run on C++ operations")]
+    mend = "install g++ (Debian: apt-get install g++); without it torch's operations are used"
+    return [Finding(component="cpu kernels", status=Status.WARN, detail=reason, mend=mend)]
 
 
-COMPOSITION = Composition(
-    make_drafter=make_drafter, make_ops=make_ops, load_vllm=load_vllm, findings=findings, drafter_names=tuple(DRAFTERS)
-)
+COMPOSITION = Composition(make_drafter=make_drafter, make_ops=make_ops, load_vllm=load_vllm, findings=findings)
 
 
 def main() -> None:
     """Entry point of the command ``rollout-spec``."""
-    from rollout_spec.cli import build_app
+    from rollout_spec import cli
 
-    build_app(COMPOSITION)()
+    cli.run(COMPOSITION)

@@ -14,7 +14,7 @@ from torch import Tensor
 from rollout_spec.budget import Budget
 from rollout_spec.drafter import RequestView
 from rollout_spec.noise import Stream, gumbel_noise
-from rollout_spec.tree import NO_PARENT, Draw, DraftTree
+from rollout_spec.tree import NO_PARENT, DraftTree, Draw
 
 # A draft's own draws are keyed by where the round starts and, in the upper bits, by the parent node: cousins must be independent,
 # and so must a position drafted again in a later round, whose first draft block and traversal verification have already looked at.
@@ -84,7 +84,9 @@ class TreeGrower:
         num_nodes = self._alive.sum(1)
         most = int(num_nodes.max()) if num_nodes.numel() else 0
         order = order[:, :most]
-        new_place = torch.empty_like(self._parents).scatter_(1, self._alive_order(), torch.arange(self._tokens.shape[1]).expand_as(self._parents))
+        new_place = torch.empty_like(self._parents).scatter_(
+            1, self._alive_order(), torch.arange(self._tokens.shape[1]).expand_as(self._parents)
+        )
         parents = self._parents.gather(1, order)
         parents = torch.where(parents >= 0, new_place.gather(1, parents.clamp_min(0)), NO_PARENT)
         return DraftTree(

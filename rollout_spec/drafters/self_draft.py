@@ -14,7 +14,7 @@ from torch import Tensor
 from rollout_spec.budget import Budget
 from rollout_spec.drafter import DraftContext, DrafterNeeds, RequestView
 from rollout_spec.drafters.grow import TreeGrower
-from rollout_spec.tree import Draw, DraftTree
+from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verdict import Verdict
 
 
@@ -44,7 +44,9 @@ class SelfDrafter:
     def propose(self, context: DraftContext, budget: Budget) -> DraftTree:
         assert context.run_target is not None
         if self._config.draw is Draw.SAMPLED and max(budget.tree_width) > 1:
-            raise ValueError("independent draws make chains only; for a wider tree draft without replacement (verifier rejection_walk or traversal)")
+            raise ValueError(
+                "independent draws make chains only; for a wider tree draft without replacement (verifier rejection_walk or traversal)"
+            )
         grower = TreeGrower(context.requests, budget, self._config.draw)
         batch = len(context.requests)
         while not grower.done:
@@ -60,7 +62,7 @@ class SelfDrafter:
     def finish(self, request: RequestView) -> None:
         pass
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:  # noqa: ARG002
         raise ValueError("the self drafter has no weights of its own: update the target's")
 
     def target_updated(self, version: int) -> None:

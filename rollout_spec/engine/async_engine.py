@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from torch import Tensor
 
@@ -85,7 +85,7 @@ class AsyncEngine:
             self._wake.notify()
         self._thread.join()
 
-    def __enter__(self) -> AsyncEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from rollout_spec.engine.request import Request
+from rollout_spec.engine.runner import CausalLM
 
 
 class Baseline(Protocol):
@@ -27,8 +27,8 @@ class TransformersBaseline:
 
     name = "hf"
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
 
     def generate(self, requests: Sequence[Request]) -> int:
         longest = max(len(request.prompt_token_ids) for request in requests)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rollout_spec.engine.kv import KVSlots
 from rollout_spec.engine.ops import Linear, Ops
-from rollout_spec.engine.runner import StepInput, StepOutput
+from rollout_spec.engine.runner import CausalLM, StepInput, StepOutput
 
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
@@ -45,7 +46,7 @@ def is_fusable(config: object) -> bool:
 class FusedDecoder:
     """Runs a transformers causal LM by its weights, not by its modules; the module stays the owner of the weights."""
 
-    def __init__(self, model: nn.Module, ops: Ops, max_context: int) -> None:
+    def __init__(self, model: CausalLM, ops: Ops, max_context: int) -> None:
         config = model.config
         if not is_fusable(config):
             raise ValueError(f"model type {config.model_type!r} is not one that FusedDecoder computes; use TransformersRunner")
@@ -68,7 +69,7 @@ class FusedDecoder:
         self._layers = [self._pack(layer) for layer in model.model.layers]
         self._head = ops.pack_linear(model.lm_head.weight.detach(), model.lm_head.bias)
 
-    def _pack(self, layer: nn.Module) -> _Layer:
+    def _pack(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         norm_of = {name: getattr(attention, name).weight.detach() if hasattr(attention, name) else None for name in ("q_norm", "k_norm")}
         # Qwen keeps the window at each layer, Mistral in the config for all of them.
@@ -106,9 +107,7 @@ class FusedDecoder:
         normed = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         scale = self._head_dim**-0.5
         for index, layer in enumerate(self._layers):
-            q = ops.qkv_rope_store(
-                layer.qkv(normed), cos, sin, layer.q_norm, layer.k_norm, eps, kv.k[index], kv.v[index], slots, indices
-            )
+            q = ops.qkv_rope_store(layer.qkv(normed), cos, sin, layer.q_norm, layer.k_norm, eps, kv.k[index], kv.v[index], slots, indices)
             mixed = layer.out(ops.attention(q, kv.k[index], kv.v[index], step.plan, scale, layer.sliding_window))
             normed, residual = ops.add_rms_norm(mixed, residual, layer.post_norm, eps)
             mixed = layer.down(ops.silu_mul(layer.gate_up(normed)))
@@ -122,7 +121,8 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
+        logits: Tensor = self._head(hidden)
+        return logits
 
     @torch.inference_mode()
     def commit(self, kv: KVSlots, slots: Tensor, context_lengths: Tensor, moves: Tensor) -> None:
@@ -159,7 +159,7 @@ def _stack(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([linear.bias.detach() for linear in linears])
 
 
-def eos_token_ids(model: nn.Module) -> tuple[int, ...]:
+def eos_token_ids(model: CausalLM) -> tuple[int, ...]:
     """End-of-sequence ids of the generation config, else of the model's config."""
     found = getattr(model.generation_config, "eos_token_id", None)
     found = model.config.eos_token_id if found is None else found
@@ -168,7 +168,7 @@ def eos_token_ids(model: nn.Module) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list | tuple) else (int(found),)
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
+def tied_names(model: CausalLM) -> dict[str, str]:
     """Names of parameters that are another one's storage -> the name under which named_parameters lists it."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)

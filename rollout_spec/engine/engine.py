@@ -66,7 +66,10 @@ class Engine:
         if self.config.max_context > runner.max_position:
             raise ValueError(f"max_context {self.config.max_context} is more than the model's {runner.max_position} positions")
         if drafter is not None and drafter.vocab_size not in (None, runner.vocab_size):
-            raise ValueError(f"drafter {drafter.name} is for a vocabulary of {drafter.vocab_size}; the model's has {runner.vocab_size}: train or choose one for this model")
+            raise ValueError(
+                f"drafter {drafter.name} is for a vocabulary of {drafter.vocab_size}; the model's has {runner.vocab_size}: "
+                "train or choose one for this model"
+            )
         self.runner, self.drafter, self.detokenize = runner, drafter, detokenize
         self.tokenizer: PreTrainedTokenizerBase | None = None  # set by from_pretrained
         self.weights_version = 0
@@ -174,7 +177,9 @@ class Engine:
 
     # Weights
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False) -> weight_sync.WeightsReport:
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False
+    ) -> weight_sync.WeightsReport:
         """Replace the target's weights between two rounds. Running requests go on from their tokens with new K/V.
 
         Every weight must come (``partial`` lifts that), under the checkpoint's names; tied ones may. Raises ValueError that names
@@ -185,7 +190,9 @@ class Engine:
         tensors = weight_sync.checked(named_tensors, own, self.runner.tied_names(), partial)
         self.runner.load_weights(tensors)
         sums = weight_sync.checksums(self.runner.named_weights())
-        report = weight_sync.WeightsReport(version=version, num_tensors=len(tensors), checksum=weight_sync.combine(sums), tensor_checksums=sums)
+        report = weight_sync.WeightsReport(
+            version=version, num_tensors=len(tensors), checksum=weight_sync.combine(sums), tensor_checksums=sums
+        )
         self.weights_version = version
         self._scheduler.restart()
         self._states.clear()
@@ -220,7 +227,8 @@ class Engine:
             request_id=request.request_id or secrets.token_hex(8),
             prompt_key=request.prompt_key or prompt_key(prompt),
             seed=self._random_seed() if request.seed is None else request.seed,
-            stop_token_ids=frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(self.runner.eos_token_ids)),
+            stop_token_ids=frozenset(request.stop_token_ids)
+            | (frozenset() if request.ignore_eos else frozenset(self.runner.eos_token_ids)),
             tokens=prompt,
             num_prompt=len(prompt),
         )
@@ -287,4 +295,3 @@ class Engine:
                 target_s=time.perf_counter() - began,
             )
         )
-

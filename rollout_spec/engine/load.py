@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from rollout_spec.engine.decoder import FusedDecoder, is_fusable
 from rollout_spec.engine.models import resolve_model
 from rollout_spec.engine.ops import Ops, TorchOps
-from rollout_spec.engine.runner import ModelRunner
+from rollout_spec.engine.runner import CausalLM, ModelRunner
 from rollout_spec.engine.transformers_runner import TransformersRunner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -25,13 +25,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     path: Path
-    module: nn.Module
+    module: CausalLM
     tokenizer: PreTrainedTokenizerBase
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special tokens left out."""
-        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def load_model(name: str, dtype: str = "float32", report: Callable[[str], None] = lambda _: None) -> LoadedModel:
@@ -39,12 +38,13 @@ def load_model(name: str, dtype: str = "float32", report: Callable[[str], None] 
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     path = resolve_model(name, report=report)
+    transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(path)
     module = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=DTYPES[dtype]).eval()
     return LoadedModel(path=path, module=module, tokenizer=AutoTokenizer.from_pretrained(path))
 
 
-def make_runner(module: nn.Module, *, max_context: int, ops: Ops | None = None, fused: bool | None = None) -> ModelRunner:
+def make_runner(module: CausalLM, *, max_context: int, ops: Ops | None = None, fused: bool | None = None) -> ModelRunner:
     """FusedDecoder where it knows the architecture (``fused`` forces or forbids it), else TransformersRunner."""
     chosen = TorchOps() if ops is None else ops
     if is_fusable(module.config) if fused is None else fused:

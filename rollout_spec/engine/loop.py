@@ -21,7 +21,7 @@ from rollout_spec.engine.running import Detokenize, RunningRequest, last_tokens,
 from rollout_spec.engine.states import StateBuffer
 from rollout_spec.engine.target import LogitsTarget, TargetAccess
 from rollout_spec.events import EventSink, RoundEvent
-from rollout_spec.tree import Draw, DraftTree
+from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verdict import Verdict
 from rollout_spec.verify import CounterNoise, Scheme, default_scheme, verify
 
@@ -120,7 +120,9 @@ class RoundLoop:
         if tree.batch_size != len(ready):
             raise ValueError(f"drafter proposed {tree.batch_size} trees for {len(ready)} requests")
         if tree.max_nodes > self._max_tree_nodes:
-            raise ValueError(f"drafter proposed {tree.max_nodes} nodes a request; the engine keeps room for max_tree_nodes = {self._max_tree_nodes}")
+            raise ValueError(
+                f"drafter proposed {tree.max_nodes} nodes a request; the engine keeps room for max_tree_nodes = {self._max_tree_nodes}"
+            )
         faults = draft_faults(tree, self._runner.vocab_size, budget.draft_lengths)
         if not faults:
             return tree
@@ -147,7 +149,7 @@ class RoundLoop:
         detokenize: Detokenize | None,
     ) -> int:
         """Keep the accepted path's K/V behind the context, hand the emitted tokens to their requests; returns how many were kept."""
-        moves = kv_moves(tree, verdict)
+        moves = kv_moves(verdict)
         if moves is not None:
             self._runner.commit(self._kv, slot_indices(ready), context_lengths, moves)
         num_emitted = 0

@@ -78,7 +78,7 @@ class TorchLinear:
         self._kind = ""
         if weight.device.type != "cpu":
             return
-        if weight.dtype == torch.float32 and torch.backends.mkl.is_available():
+        if weight.dtype == torch.float32 and torch._C.has_mkl:
             self._kind, self._packed = "mkl", torch.ops.mkl._mkl_reorder_linear_weight(self._weight, 8)
         elif weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self._kind, self._packed = "mkldnn", torch.ops.mkldnn._reorder_linear_weight(self._weight, 8)
@@ -87,10 +87,8 @@ class TorchLinear:
         if self._packed is None:
             return F.linear(x, self._weight, self._bias)
         if self._kind == "mkl":
-            product: Tensor = torch.ops.mkl._mkl_linear(x, self._packed, self._weight, self._bias, x.shape[0])
-            return product
-        product = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        return product
+            return torch.ops.mkl._mkl_linear(x, self._packed, self._weight, self._bias, x.shape[0])  # type: ignore[no-any-return]
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 class TorchOps:
@@ -129,7 +127,7 @@ class TorchOps:
         num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
         heads = qkv.view(qkv.shape[0], -1, head_dim)
         num_heads = heads.shape[1] - 2 * num_kv_heads
-        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         q = q if q_norm is None else self.rms_norm(q, q_norm, eps)
         k = k if k_norm is None else self.rms_norm(k, k_norm, eps)
         k_cache[slots, :, indices] = _rotate(k, cos, sin)
@@ -148,7 +146,9 @@ class TorchOps:
             total = int(plan.context_lengths[request]) + end - begin
             slot = int(plan.slots[request])
             mask = _window(plan.visible(request), total, end - begin, sliding_window)
-            out[begin:end] = _attend(q[None, begin:end], k_cache[slot : slot + 1, :, :total], v_cache[slot : slot + 1, :, :total], mask[None], scale)[0]
+            out[begin:end] = _attend(
+                q[None, begin:end], k_cache[slot : slot + 1, :, :total], v_cache[slot : slot + 1, :, :total], mask[None], scale
+            )[0]
         return out.flatten(1)
 
     def _attend_batch(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float, window: int) -> Tensor:
@@ -190,7 +190,11 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float)
     batch, num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
-    folded = q.view(batch, num_rows, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, group * num_rows, head_dim)
+    folded = (
+        q.view(batch, num_rows, num_kv_heads, group, head_dim)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(batch, num_kv_heads, group * num_rows, head_dim)
+    )
     out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask[:, None].repeat(1, 1, group, 1), scale=scale)
     return out.view(batch, num_kv_heads, group, num_rows, head_dim).permute(0, 3, 1, 2, 4).reshape(batch, num_rows, num_heads, head_dim)
 

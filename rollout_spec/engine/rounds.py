@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rollout_spec.engine.plan import AttentionPlan
-from rollout_spec.engine.running import RECOVERED, UNDRAFTED, Emission
 from rollout_spec.engine.runner import StepInput
+from rollout_spec.engine.running import RECOVERED, UNDRAFTED, Emission
 from rollout_spec.tree import DraftTree
 from rollout_spec.verdict import Verdict
 
@@ -37,7 +37,9 @@ def round_input(
         )
     present = torch.arange(tree.max_nodes + 1) < rows[:, None]
     chain = tree.is_chain()
-    depths = torch.arange(tree.max_nodes + 1).expand_as(present) if chain else torch.cat([torch.zeros_like(rows)[:, None], tree.depths()], dim=1)
+    depths = (
+        torch.arange(tree.max_nodes + 1).expand_as(present) if chain else torch.cat([torch.zeros_like(rows)[:, None], tree.depths()], dim=1)
+    )
     plan = AttentionPlan(
         row_offsets=offsets, slots=slots, context_lengths=context_lengths, ancestors=None if chain else ancestor_words(tree)[present]
     )
@@ -57,7 +59,9 @@ def ancestor_words(tree: DraftTree) -> Tensor:
 
 def emissions_of(tree: DraftTree, verdict: Verdict) -> list[list[Emission]]:
     """Per request: accepted draft tokens in order, then the recovered or bonus token."""
-    assert verdict.raw_logprobs is not None and verdict.processed_logprobs is not None and verdict.entropies is not None
+    assert verdict.raw_logprobs is not None
+    assert verdict.processed_logprobs is not None
+    assert verdict.entropies is not None
     raw, processed = verdict.raw_logprobs.tolist(), verdict.processed_logprobs.tolist()
     entropies, paths = verdict.entropies.tolist(), verdict.path.tolist()
     counts, following, bonus = verdict.num_accepted.tolist(), verdict.next_token_ids.tolist(), verdict.is_bonus.tolist()
@@ -68,14 +72,16 @@ def emissions_of(tree: DraftTree, verdict: Verdict) -> list[list[Emission]]:
         origins = [*range(1, count + 1), UNDRAFTED if bonus[b] else RECOVERED]
         out.append(
             [
-                Emission(token_id=token, logprob=raw[b][i], processed_logprob=processed[b][i], entropy=entropies[b][i], accepted_depth=origin)
+                Emission(
+                    token_id=token, logprob=raw[b][i], processed_logprob=processed[b][i], entropy=entropies[b][i], accepted_depth=origin
+                )
                 for i, (token, origin) in enumerate(zip(tokens, origins, strict=True))
             ]
         )
     return out
 
 
-def kv_moves(tree: DraftTree, verdict: Verdict) -> Tensor | None:
+def kv_moves(verdict: Verdict) -> Tensor | None:
     """[B, D + 1]: entry i is the row whose K/V belongs at row i (the root stays row 0), -1 = nothing to move; None when all lie right."""
     rows = torch.where(verdict.path >= 0, verdict.path + 1, -1)
     sources = torch.cat([rows.new_full((rows.shape[0], 1), -1), rows], dim=1)
@@ -90,11 +96,20 @@ def draft_faults(tree: DraftTree, vocab_size: int, draft_lengths: Tensor) -> dic
     valid = tree.valid()
     unknown = valid & ((tree.token_ids < 0) | (tree.token_ids >= vocab_size))
     orphan = valid & ((tree.parents < -1) | (tree.parents >= torch.arange(tree.max_nodes)))
-    faults = {int(b): f"draft token id {int(tree.token_ids[b, n])} is outside the vocabulary of {vocab_size}" for b, n in unknown.nonzero().tolist()}
-    faults |= {int(b): f"draft node {n} names parent {int(tree.parents[b, n])}; parents come before their children" for b, n in orphan.nonzero().tolist()}
+    faults = {
+        int(b): f"draft token id {int(tree.token_ids[b, n])} is outside the vocabulary of {vocab_size}"
+        for b, n in unknown.nonzero().tolist()
+    }
+    faults |= {
+        int(b): f"draft node {n} names parent {int(tree.parents[b, n])}; parents come before their children"
+        for b, n in orphan.nonzero().tolist()
+    }
     if not faults:
         deepest = tree.num_nodes if tree.is_chain() else tree.depths().amax(1)
-        faults = {int(b): f"draft of depth {int(deepest[b])} exceeds the budget of {int(draft_lengths[b])}" for b in (deepest > draft_lengths).nonzero()[:, 0].tolist()}
+        faults = {
+            int(b): f"draft of depth {int(deepest[b])} exceeds the budget of {int(draft_lengths[b])}"
+            for b in (deepest > draft_lengths).nonzero()[:, 0].tolist()
+        }
     return faults
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from rollout_spec.engine.kv import KVSlots
 from rollout_spec.engine.plan import AttentionPlan
+
+CausalLM: TypeAlias = Any  # a transformers model for causal LM: nn.Module types none of the attributes that we need
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -117,7 +117,8 @@ class Scheduler:
 
     def filled(self, chunk: PrefillChunk) -> None:
         for request, start, end in zip(chunk.requests, chunk.starts, chunk.ends, strict=True):
-            assert request.slot is not None and request.num_cached == start
+            assert request.slot is not None
+            assert request.num_cached == start
             request.num_cached = end
             request.slot.tokens = request.tokens[:end]
 

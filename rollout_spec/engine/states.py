@@ -55,7 +55,9 @@ class StateBuffer:
         counts = torch.tensor([sum(positions.numel() for positions, _ in part) for part in parts])
         flat = [piece for part in parts for piece in part]
         if not flat:
-            return TargetStates(hidden={}, positions=torch.empty(0, dtype=torch.int64), offsets=torch.zeros(len(parts) + 1, dtype=torch.int64))
+            return TargetStates(
+                hidden={}, positions=torch.empty(0, dtype=torch.int64), offsets=torch.zeros(len(parts) + 1, dtype=torch.int64)
+            )
         return TargetStates(
             hidden={layer: torch.cat([states[layer] for _, states in flat]) for layer in self.layers},
             positions=torch.cat([positions for positions, _ in flat]),

@@ -46,6 +46,7 @@ class LogitsTarget:
         self.failed: set[int] = set()
         self._hidden, self._head, self._row_offsets, self._tree = hidden, head, row_offsets, tree
         self._running = running
+        self._histories: dict[int, RowHistory] = {}  # of the requests' roots
         own = [request.request.sampling for request in running]
         self._sampling = own if temperature is None else [dataclasses.replace(params, temperature=temperature) for params in own]
         # Rows are computed in chunks, as verifiers ask; chunks are never concatenated (a row is V numbers wide).
@@ -59,7 +60,7 @@ class LogitsTarget:
         """[Q, V] float32 log-probabilities of the processed target after the nodes (NO_PARENT = the root)."""
         rows = self._row_offsets[requests] + nodes + 1
         self._ensure(rows)
-        chunks = self._chunk[rows].unique().tolist()
+        chunks = torch.unique(self._chunk[rows]).tolist()
         if len(chunks) == 1:
             return _take(self._log_probs[chunks[0]], self._index[rows])
         out = torch.empty(rows.numel(), self.vocab_size)
@@ -73,7 +74,7 @@ class LogitsTarget:
         rows = self._row_offsets[requests] + nodes + 1
         self._ensure(rows)
         raw, processed, entropies = torch.empty(3, rows.numel()).unbind()
-        for chunk in self._chunk[rows].unique().tolist():
+        for chunk in torch.unique(self._chunk[rows]).tolist():
             asked = self._chunk[rows] == chunk
             index, tokens = self._index[rows[asked]], token_ids[asked, None]
             log_probs = _take(self._log_probs[chunk], index)
@@ -92,7 +93,7 @@ class LogitsTarget:
         missing = rows[self._chunk[rows] < 0]
         if missing.numel():
             few = not self._log_probs and self._hidden.shape[0] <= EAGER_ROWS
-            self._compute(torch.arange(self._hidden.shape[0]) if few else missing.unique())
+            self._compute(torch.arange(self._hidden.shape[0]) if few else torch.unique(missing))
 
     def _compute(self, rows: Tensor) -> None:
         """Logits and processed log-probabilities of more rows."""
@@ -118,14 +119,20 @@ class LogitsTarget:
 
     def _history(self, request: int, node: int) -> RowHistory:
         """Prompt, output so far, and the path to this node: what this row's processors see."""
-        running = self._running[request]
-        if not needs_history(running.request.sampling):
-            return RowHistory(prompt_token_ids=(), output_token_ids=())
+        known = self._histories.get(request)
+        if known is None:
+            running = self._running[request]
+            if needs_history(running.request.sampling):
+                known = RowHistory(prompt_token_ids=running.tokens[: running.num_prompt], output_token_ids=running.output)
+            else:
+                known = RowHistory(prompt_token_ids=(), output_token_ids=())
+            self._histories[request] = known
         path: list[int] = []
         while node >= 0:
             path.append(int(self._tree.token_ids[request, node]))
             node = int(self._tree.parents[request, node])
-        return RowHistory(prompt_token_ids=running.tokens[: running.num_prompt], output_token_ids=[*running.output, *reversed(path)])
+        # The same prompt and output objects for every node: penalties count them once a request, not once a row.
+        return dataclasses.replace(known, path_token_ids=path[::-1]) if path else known
 
 
 def _take(chunk: Tensor, index: Tensor) -> Tensor:
@@ -136,7 +143,10 @@ def _take(chunk: Tensor, index: Tensor) -> Tensor:
 
 
 class TargetAccess:
-    """Lets a drafter run the target on a partial tree of this round (drafter.RunTarget). K/V of the nodes go where verification will overwrite them."""
+    """Lets a drafter run the target on a partial tree of this round (drafter.RunTarget).
+
+    The nodes' K/V go where verification will overwrite them.
+    """
 
     def __init__(self, runner: ModelRunner, kv: KVSlots, running: Sequence[RunningRequest], context_lengths: Tensor) -> None:
         self._runner, self._kv, self._running, self._context_lengths = runner, kv, running, context_lengths

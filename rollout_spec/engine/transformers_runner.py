@@ -12,24 +12,32 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rollout_spec.engine.decoder import eos_token_ids, tied_names
 from rollout_spec.engine.kv import KVSlots
 from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.plan import AttentionPlan
-from rollout_spec.engine.runner import StepInput, StepOutput
+from rollout_spec.engine.runner import CausalLM, StepInput, StepOutput
 
 ATTENTION_NAME = "rollout_spec"
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float | None = None, **kwargs: Any
+    module: CausalLM,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001 - the interface; the plan says what each row sees
+    *,
+    scaling: float | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, R, d], key and value [1, Hkv, R, d] -> [1, R, H, d]."""
     ops, kv, plan = kwargs["rollout_ops"], kwargs["rollout_kv"], kwargs["rollout_plan"]
-    assert isinstance(plan, AttentionPlan) and isinstance(kv, KVSlots)
+    assert isinstance(plan, AttentionPlan)
+    assert isinstance(kv, KVSlots)
     unsupported = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if unsupported:
         raise ValueError(f"attention argument {unsupported[0]} of {type(module).__name__} is not supported by the embedded engine")
@@ -49,7 +57,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
 class TransformersRunner:
     """Runs the module's own forward with our attention in it."""
 
-    def __init__(self, model: nn.Module, ops: Ops) -> None:
+    def __init__(self, model: CausalLM, ops: Ops) -> None:
         config = model.config
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if not kinds <= {"full_attention", "sliding_attention"}:

@@ -12,7 +12,7 @@ from rollout_spec.verdict import Verdict
 from rollout_spec.verify.chain import block, rejection
 from rollout_spec.verify.match import exact_match, gumbel
 from rollout_spec.verify.randomness import CounterNoise, DenseNoise, VerifyNoise
-from rollout_spec.verify.scheme import EXACT_ON, Scheme, check_pairing, default_scheme
+from rollout_spec.verify.scheme import EXACT_ON, RATIO_SCHEMES, Scheme, check_pairing, default_scheme
 from rollout_spec.verify.target import DenseTarget, TargetRows, TokenScores
 from rollout_spec.verify.trace import with_scores
 from rollout_spec.verify.traversal import traversal
@@ -51,6 +51,7 @@ __all__ = [
     "DenseNoise",
     "DenseTarget",
     "EXACT_ON",
+    "RATIO_SCHEMES",
     "SCHEMES",
     "Scheme",
     "TargetRows",

@@ -34,8 +34,8 @@ class CounterNoise:
     emits the token, so any way of cutting a text into rounds draws the same numbers.
 
     Acceptance tests are keyed by where the *round* starts, then by (depth, trial) within it. They must not be keyed by the absolute
-    position of the token under test: block and traversal verification look at uniforms beyond the last token they emit, and
-    the next round would test the same uniforms again, now knowing that they were large (tests/statistical has the bias).
+    position of the token under test: block verification looks at uniforms beyond the last token it emits, and the next round would
+    test the same uniforms again, now knowing that they were large (tests/statistical plants that bug).
     """
 
     def __init__(self, seeds: Sequence[int], positions: Sequence[int], vocab_size: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from tiny import VOCAB, ScriptedDrafter, chain, oracle, tiny_model
 from torch import Tensor, nn
 
 from rollout_spec.budget import FixedBudget
@@ -24,7 +25,6 @@ from rollout_spec.sinks import MemorySink
 from rollout_spec.sinks.summary import SummarySink
 from rollout_spec.tree import Draw
 from rollout_spec.verify import Scheme
-from tiny import VOCAB, ScriptedDrafter, chain, oracle, tiny_model
 
 PROMPTS = [tuple(range(first, first + n)) for first, n in ((3, 5), (20, 9), (40, 1), (30, 14))]
 
@@ -47,7 +47,14 @@ def tokens(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
 
 
 PROCESSED = SamplingParams(
-    temperature=0.7, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, logit_bias={5: 1.5}
+    temperature=0.7,
+    top_k=20,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    logit_bias={5: 1.5},
 )
 DRAFTERS: dict[str, tuple[Drafter, tuple[int, ...]]] = {
     "ngram": (NGramDrafter(), (1,)),
@@ -61,7 +68,9 @@ DRAFTERS: dict[str, tuple[Drafter, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.8), PROCESSED, SamplingParams(temperature=0.0)], ids=["plain", "processed", "greedy"])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(temperature=0.8), PROCESSED, SamplingParams(temperature=0.0)], ids=["plain", "processed", "greedy"]
+)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_seeded_tokens_do_not_depend_on_drafts_or_batch(name: str, sampling: SamplingParams) -> None:
     wanted = tokens(engine(config={"max_batch": 1}).generate(requests(sampling=sampling)))
@@ -135,7 +144,9 @@ def test_the_path_through_a_tree_is_kept() -> None:
         torch.testing.assert_close(torch.tensor(completion.logprobs), torch.tensor(reference.logprobs), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.6, top_p=0.9), SamplingParams(), PROCESSED], ids=["T.6-p.9", "plain", "processed"])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(temperature=0.6, top_p=0.9), SamplingParams(), PROCESSED], ids=["T.6-p.9", "plain", "processed"]
+)
 def test_logprobs_and_entropies_equal_a_full_recompute(sampling: SamplingParams) -> None:
     from rollout_spec.sampling import RowHistory, process_logits
 
@@ -234,7 +245,9 @@ def changed_weights(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("fused", [True, False])
 def test_new_weights_take_effect_in_the_middle_of_a_request(fused: bool) -> None:
     new = changed_weights(tiny_model())
-    running = Engine(make_runner(tiny_model(), max_context=96, fused=fused), config=EngineConfig(max_batch=4, max_context=96), drafter=SuffixDrafter())
+    running = Engine(
+        make_runner(tiny_model(), max_context=96, fused=fused), config=EngineConfig(max_batch=4, max_context=96), drafter=SuffixDrafter()
+    )
     ids = [running.add(request) for request in requests()]
     finished: dict[str, Completion] = {}
     for _ in range(6):
@@ -275,7 +288,12 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing() -> Non
     bad["model.layers.1.mlp.up_proj.weight"] = torch.full_like(own["model.layers.1.mlp.up_proj.weight"], math.nan)
     with pytest.raises(ValueError, match="nothing was changed") as error:
         updating.update_weights(bad.items(), version=2)
-    for name in ("missing tensor model.norm.weight", "unknown tensor model.layers.7", "layers.0.mlp.up_proj.weight has shape", "layers.1.mlp.up_proj.weight holds NaN"):
+    for name in (
+        "missing tensor model.norm.weight",
+        "unknown tensor model.layers.7",
+        "layers.0.mlp.up_proj.weight has shape",
+        "layers.1.mlp.up_proj.weight holds NaN",
+    ):
         assert name in str(error.value)
     assert updating.weights_version == 1
     # A tied head may come along, but not with other values than the embedding it is.
@@ -351,7 +369,9 @@ def test_drafters_get_the_states_of_their_own_requests() -> None:
             begin, end = int(states.offsets[b]), int(states.offsets[b + 1])
             if begin == end:
                 continue
-            assert states.positions[begin:end].tolist() == list(range(seen.get(request.request_id, 0), seen.get(request.request_id, 0) + end - begin))
+            assert states.positions[begin:end].tolist() == list(
+                range(seen.get(request.request_id, 0), seen.get(request.request_id, 0) + end - begin)
+            )
             seen[request.request_id] = seen.get(request.request_id, 0) + end - begin
             # token_ids is the live list; the first seen tokens of it are what the states belong to.
             with torch.inference_mode():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny import VOCAB, tiny_model
 from torch import Tensor
 
 from rollout_spec.engine.decoder import FusedDecoder, is_fusable
@@ -13,8 +14,7 @@ from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.rounds import round_input
 from rollout_spec.engine.runner import ModelRunner, StepInput
 from rollout_spec.engine.transformers_runner import TransformersRunner
-from rollout_spec.tree import Draw, DraftTree
-from tiny import VOCAB, tiny_model
+from rollout_spec.tree import DraftTree, Draw
 
 # float32 sums in another order: a few units in the last place of values of order ten.
 TOLERANCE = 2e-4

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 
 from rollout_spec.budget import Budget
 from rollout_spec.drafter import DraftContext, DrafterNeeds, RequestView
-from rollout_spec.tree import Draw, DraftTree
+from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verdict import Verdict
 
 VOCAB = 61
@@ -92,7 +92,9 @@ def chain(tokens: Sequence[int]) -> list[tuple[int, int]]:
     return [(token, place - 1) for place, token in enumerate(tokens)]
 
 
-def oracle(answers: dict[tuple[int, ...], Sequence[int]], length: int, wrong_at: int | None = None) -> Callable[[Sequence[int]], list[tuple[int, int]]]:
+def oracle(
+    answers: dict[tuple[int, ...], Sequence[int]], length: int, wrong_at: int | None = None
+) -> Callable[[Sequence[int]], list[tuple[int, int]]]:
     """A script that knows each prompt's full output and drafts its next tokens, one of them wrong if asked for."""
 
     def script(tokens: Sequence[int]) -> list[tuple[int, int]]:
