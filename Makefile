@@ -15,7 +15,8 @@ VENV_KEY := $(if $(PYTHON),$(shell $(PYTHON) -c 'import hashlib, pathlib, sys; \
 	parts = [pathlib.Path(p).read_bytes() for p in ("pyproject.toml", "constraints/cpu.txt")] + [sys.version.encode(), "$(CURDIR)".encode()]; \
 	print(hashlib.sha256(b"\0".join(parts)).hexdigest()[:16])'))
 STAMP := $(VENV)/.stamp-$(VENV_KEY)
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --constraint constraints/cpu.txt
+# --no-compile: byte code of modules that nobody imports would be 300 MB.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile --constraint constraints/cpu.txt
 
 .PHONY: help venv test test-slow lint format demo demo-quick clean
 
