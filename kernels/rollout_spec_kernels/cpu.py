@@ -17,10 +17,11 @@ from torch import Tensor
 
 from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.noise import Stream
+from rollout_spec_kernels.decoder import DecoderLayer, DecoderStack, StackOutput
 from rollout_spec_kernels.library import checked, is_bfloat16, library, unavailable_reason
 from rollout_spec_kernels.linear import PackedLinear
 
-__all__ = ["CpuOps", "LogSoftmaxStats", "PackedLinear", "unavailable_reason"]
+__all__ = ["CpuOps", "DecoderLayer", "DecoderStack", "LogSoftmaxStats", "PackedLinear", "StackOutput", "unavailable_reason"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,10 @@ class CpuOps:
     def pack_linear(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> PackedLinear:
         """A linear layer with weight [N, K] and bias [N]; bfloat16 layers can give float32 (``out_dtype``), as an LM head wants."""
         return PackedLinear(weight, bias, out_dtype)
+
+    def decoder_stack(self, layers: Sequence[DecoderLayer], final_norm: Tensor, *, head_dim: int, eps: float, scale: float) -> DecoderStack:
+        """All layers (their projections packed by `pack_linear`) and the final norm as one call, bitwise equal to the operations below."""
+        return DecoderStack(layers, final_norm, head_dim=head_dim, eps=eps, scale=scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [M, H], weight [H] -> weight * cast(x / sqrt(mean(x²) + eps)), the norm in float32 (transformers' rounding order)."""

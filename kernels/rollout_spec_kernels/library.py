@@ -22,6 +22,7 @@ _SIGNATURES = {
     "rs_attention": ([_I, *[_P] * 8, *[_L] * 10, _F, _L, _I], ctypes.c_bool),
     "rs_silu_mul": ([_I, _P, _P, _L, _L, _I], None),
     "rs_commit": ([_P, _P, *[_L] * 6, _P, _P, _P, *[_L] * 4, _I], ctypes.c_bool),
+    "rs_decoder": ([_P, _P], ctypes.c_bool),
     "rs_log_softmax_stats": ([_I, _P, _P, _P, _P, _L, _L, _I], None),
     "rs_gumbel_noise": ([_P, _P, _L, _P, _L, _L, _I], None),
 }

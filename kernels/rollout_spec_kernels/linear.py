@@ -26,15 +26,15 @@ class PackedLinear:
         columns = self._library.rs_panel_columns()
         self._padded_out = -(-self.out_features // columns) * columns
         self._packed = torch.empty(self._padded_out * self.in_features, dtype=weight.dtype)
-        self._bias: Tensor | None = None
+        self._bias = None if bias is None else torch.zeros(self._padded_out)
         self.update(weight, bias)
 
     def update(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take new weights of the same shape and dtype, in the same memory."""
         weight = checked("weight", weight.detach(), self._dtype, (self.out_features, self.in_features))
-        self._bias = None
-        if bias is not None:
-            self._bias = torch.zeros(self._padded_out)
+        if (bias is None) is not (self._bias is None):
+            raise ValueError("a layer keeps having a bias, or having none")
+        if bias is not None and self._bias is not None:
             self._bias[: self.out_features] = checked("bias", bias.detach(), bias.dtype, (self.out_features,))
         self._library.rs_pack_weight(
             self._is_bf16,
@@ -44,6 +44,11 @@ class PackedLinear:
             self._packed.data_ptr(),
             torch.get_num_threads(),
         )
+
+    @property
+    def pointers(self) -> tuple[int, int | None]:
+        """Addresses of the packed weight and of the bias; they stay while the layer lives."""
+        return self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N]."""
@@ -61,8 +66,7 @@ class PackedLinear:
                 x.stride(0),
                 num_rows,
                 self.in_features,
-                self._packed.data_ptr(),
-                None if self._bias is None else self._bias.data_ptr(),
+                *self.pointers,
                 self.out_features,
                 out.data_ptr(),
                 torch.get_num_threads(),

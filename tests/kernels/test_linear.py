@@ -67,13 +67,16 @@ def test_float32_output_of_a_bfloat16_layer_is_the_unrounded_sum(ops: CpuOps) ->
     assert torch.equal(head(x).bfloat16(), ops.pack_linear(weight, None)(x))
 
 
-def test_update_takes_new_weights_and_bias(ops: CpuOps) -> None:
+def test_update_takes_new_weights_and_bias_in_place(ops: CpuOps) -> None:
     linear = ops.pack_linear(_normal(33, 20, seed=1), _normal(33, seed=2))
-    x, weight = _normal(3, 20, seed=3), _normal(33, 20, seed=4)
-    linear.update(weight, None)
-    assert torch.equal(linear(x), ops.pack_linear(weight, None)(x))
+    pointers, x, weight, bias = linear.pointers, _normal(3, 20, seed=3), _normal(33, 20, seed=4), _normal(33, seed=5)
+    linear.update(weight, bias)
+    assert linear.pointers == pointers
+    assert torch.equal(linear(x), ops.pack_linear(weight, bias)(x))
     with pytest.raises(ValueError, match=r"weight must be torch.float32 \(33, 20\)"):
-        linear.update(_normal(32, 20, seed=5), None)
+        linear.update(_normal(32, 20, seed=5), bias)
+    with pytest.raises(ValueError, match="keeps having a bias"):
+        linear.update(weight, None)
 
 
 def test_no_rows_and_strided_rows(ops: CpuOps) -> None:

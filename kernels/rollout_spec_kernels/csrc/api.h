@@ -5,6 +5,22 @@
 
 #define RS_EXPORT extern "C" __attribute__((visibility("default")))
 
+// Shared by decoder.cpp; each is described where it is defined.
+RS_EXPORT void rs_linear(int in_bf16, int out_bf16, const void* x, int64_t x_stride, int64_t num_rows, int64_t num_in, const void* packed,
+                         const float* bias, int64_t num_out, void* out, int threads);
+RS_EXPORT void rs_add_rms_norm(int is_bf16, const void* x, const void* residual, const void* weight, void* normed, void* total,
+                               int64_t num_rows, int64_t size, float eps, int threads);
+RS_EXPORT bool rs_qkv_rope_store(int is_bf16, const void* qkv, const void* cos, const void* sin, const void* q_norm, const void* k_norm,
+                                 float eps, void* q, void* k_cache, void* v_cache, const int64_t* slots, const int64_t* indices,
+                                 int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t cache_slot_stride,
+                                 int64_t cache_head_stride, int64_t num_slots, int64_t capacity, int threads);
+RS_EXPORT bool rs_attention(int is_bf16, const void* q, const void* k_cache, const void* v_cache, void* out, const int64_t* row_offsets,
+                            const int64_t* slots, const int64_t* context_lengths, const int64_t* ancestors, int64_t mask_words,
+                            int64_t num_requests, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t slot_stride,
+                            int64_t head_stride, int64_t num_rows, int64_t num_slots, int64_t capacity, float scale, int64_t window,
+                            int threads);
+RS_EXPORT void rs_silu_mul(int is_bf16, const void* gate_up, void* out, int64_t num_rows, int64_t size, int threads);
+
 namespace rs {
 
 constexpr int64_t kMaxHeadDim = 512;

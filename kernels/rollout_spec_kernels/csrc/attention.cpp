@@ -79,30 +79,37 @@ inline uint32_t visible_bits(const View& view, int64_t key, int64_t mask_words) 
 
 inline Vec hide(Vec scores, uint32_t bits) { return (((VecInt{} + (int32_t)bits) >> iota()) & 1) != 0 ? scores : splat(kHidden); }
 
+// kLanes keys from `keys` on, kLanes 32-bit words of each from `word` on, transposed: block[i] = word `word + i` of every key. Keys from
+// num_keys on, and words from num_words on, are zero. Words are moved as floats: no arithmetic touches them.
+inline void transposed_words(const float* keys, int64_t num_keys, int64_t num_words, int64_t word, VecWord (&block)[kLanes]) {
+  if (num_keys >= kLanes && word + kLanes <= num_words) {
+#pragma GCC unroll 16
+    for (int lane = 0; lane < kLanes; ++lane) block[lane] = (VecWord)load(keys + lane * num_words + word);
+  } else {
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      block[lane] = lane < num_keys ? (VecWord)load_first(keys + lane * num_words + word, num_words - word) : VecWord{};
+  }
+  transpose(block);
+}
+
 // panel[i, :] = keys [0, kPanel) at dimension i as float32; keys from num_keys on are zero.
 inline void transpose_keys(const float* keys, int64_t num_keys, int64_t d, float* panel) {
   VecWord block[kLanes];
   for (int64_t half = 0; half < kPanel; half += kLanes)
     for (int64_t i = 0; i < d; i += kLanes) {
-      for (int64_t lane = 0; lane < kLanes; ++lane)
-        block[lane] = half + lane < num_keys ? (VecWord)load_first(keys + (half + lane) * d + i, d - i) : VecWord{};
-      transpose(block);
+      transposed_words(keys + half * d, num_keys - half, d, i, block);
       for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, d - i); ++lane) store_bytes(panel + (i + lane) * kPanel + half, block[lane]);
     }
 }
 inline void transpose_keys(const bf16* keys, int64_t num_keys, int64_t d, float* panel) {
+  const int64_t words = d / 2;  // two dimensions each
   VecWord block[kLanes];
   for (int64_t half = 0; half < kPanel; half += kLanes)
-    for (int64_t i = 0; i < d; i += kPanel) {  // two dimensions a word
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        // A word is moved as a float: no arithmetic touches it.
-        const float* words = (const float*)(keys + (half + lane) * d + i);
-        block[lane] = half + lane < num_keys ? (VecWord)load_first(words, (d - i) / 2) : VecWord{};
-      }
-      transpose(block);
-      for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, (d - i) / 2); ++lane) {
-        store_bytes(panel + (i + 2 * lane) * kPanel + half, block[lane] << 16);
-        store_bytes(panel + (i + 2 * lane + 1) * kPanel + half, block[lane] & 0xffff0000u);
+    for (int64_t i = 0; i < words; i += kLanes) {
+      transposed_words((const float*)(keys + half * d), num_keys - half, words, i, block);
+      for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, words - i); ++lane) {
+        store_bytes(panel + 2 * (i + lane) * kPanel + half, block[lane] << 16);
+        store_bytes(panel + (2 * (i + lane) + 1) * kPanel + half, block[lane] & 0xffff0000u);
       }
     }
 }
@@ -118,6 +125,14 @@ inline const T* value_panel(const T* values, int64_t num_keys, int64_t d, int64_
     std::memcpy((void*)(padded + key * kPanel), values + key * d + column, (d - column) * sizeof(T));
   }
   return padded;
+}
+
+// Brings a chunk's rows into L2.
+template <class T>
+inline void prefetch_chunk(const T* rows, int64_t num_keys, int64_t d) {
+  const char* at = (const char*)rows;
+  const char* end = (const char*)(rows + std::max<int64_t>(0, std::min<int64_t>(kPanel, num_keys)) * d);
+  for (; at < end; at += 64) __builtin_prefetch(at, 0, 2);
 }
 
 template <class T>
@@ -178,7 +193,9 @@ class Attention {
       pack_rows([&](int64_t r) { return query(item, tiles.begin(t) + r); }, tiles.size(t), d, queries + t * tile_floats);
     for (int64_t i = 0; i < num_queries; ++i) store(largest + i * kLanes, splat(kHidden));
     for (int64_t chunk = begin; chunk < end; ++chunk) {
+      prefetch_chunk(k_cache_ + cell + (chunk + 1) * kPanel * d, end_key - (chunk + 1) * kPanel, d);
       transpose_keys(k_cache_ + cell + chunk * kPanel * d, end_key - chunk * kPanel, d, scratch);
+      prefetch_chunk(v_cache_ + cell + chunk * kPanel * d, end_key - chunk * kPanel, d);
       score_chunk(tiles, queries, tile_floats, scratch, scores + (chunk - begin) * num_queries * kPanel);
       mask_chunk(item, views, chunk * kPanel, scores + (chunk - begin) * num_queries * kPanel, largest);
     }

@@ -87,23 +87,51 @@ void log_softmax_stats(const T* logits, const float* inv_temperatures, float* lo
   }
 }
 
-// Philox4x64-10 (Salmon et al. 2011): block `block` of stream (seed, stream) at a position, as rollout_spec/noise.py defines it.
-inline void philox(uint64_t seed, uint64_t stream, uint64_t position, uint64_t block, uint64_t (&out)[4]) {
-  typedef unsigned __int128 Product;
-  uint64_t c0 = block, c1 = position, c2 = 0, c3 = 0;
+constexpr int kBlocks = 8;  // Philox blocks computed side by side: 64 tokens
+typedef uint64_t Blocks __attribute__((vector_size(kBlocks * 8)));
+
+// Products of the low halves of the lanes.
+inline Blocks multiply_low(Blocks a, Blocks b) {
+#if defined(__AVX512F__)
+  return (Blocks)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#else
+  return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+struct Wide {
+  Blocks high, low;
+};
+
+// 128-bit products by 32-bit halves.
+inline Wide multiply(uint64_t factor, Blocks x) {
+  const Blocks factor_low = Blocks{} + factor, factor_high = Blocks{} + (factor >> 32), x_high = x >> 32;
+  const Blocks low = multiply_low(factor_low, x), high = multiply_low(factor_high, x_high);
+  const Blocks cross = multiply_low(factor_high, x) + (low >> 32);  // cannot overflow: (2^32 - 1)^2 + 2^32 - 1 < 2^64
+  const Blocks other = multiply_low(factor_low, x_high) + (cross & 0xffffffffu);
+  return {high + (cross >> 32) + (other >> 32), (other << 32) | (low & 0xffffffffu)};
+}
+
+// Philox4x64-10 (Salmon et al. 2011): blocks [block, block + kBlocks) of (seed, stream) at a position, as rollout_spec/noise.py has them;
+// word i of block b goes to words[4 b + i].
+inline void philox(uint64_t seed, uint64_t stream, uint64_t position, uint64_t block, uint64_t* words) {
+  Blocks c0, c1 = Blocks{} + position, c2 = {}, c3 = {};
+  for (int b = 0; b < kBlocks; ++b) c0[b] = block + b;
   for (int round = 0; round < 10; ++round) {
-    const Product first = (Product)0xD2E7470EE14C6C93u * c0, second = (Product)0xCA5A826395121157u * c2;
-    c0 = (uint64_t)(second >> 64) ^ c1 ^ seed;
-    c2 = (uint64_t)(first >> 64) ^ c3 ^ stream;
-    c1 = (uint64_t)second;
-    c3 = (uint64_t)first;
+    const Wide first = multiply(0xD2E7470EE14C6C93u, c0), second = multiply(0xCA5A826395121157u, c2);
+    c0 = second.high ^ c1 ^ seed;
+    c2 = first.high ^ c3 ^ stream;
+    c1 = second.low;
+    c3 = first.low;
     seed += 0x9E3779B97F4A7C15u;
     stream += 0xBB67AE8584CAA73Bu;
   }
-  out[0] = c0;
-  out[1] = c1;
-  out[2] = c2;
-  out[3] = c3;
+  for (int b = 0; b < kBlocks; ++b) {
+    words[4 * b] = c0[b];
+    words[4 * b + 1] = c1[b];
+    words[4 * b + 2] = c2[b];
+    words[4 * b + 3] = c3[b];
+  }
 }
 
 // ln x for normal x > 0 to about 1 ulp (Cephes logf).
@@ -139,16 +167,10 @@ void gumbel_noise(const int64_t* seeds, const int64_t* positions, int64_t stream
 #pragma omp parallel for num_threads(threads_for(num_rows * vocab * 4, threads)) schedule(static)
   for (int64_t i = 0; i < num_rows * pieces; ++i) {
     const int64_t row = i / pieces, begin = i % pieces * kPiece, end = std::min(vocab, begin + kPiece);
-    uint64_t words[8];  // two blocks: 16 tokens
-    for (int64_t v = begin; v < end; v += 16) {
-      for (int half = 0; half < 2; ++half) {
-        uint64_t block[4];
-        philox(seeds[row], stream, positions[row], v / 8 + half, block);
-        std::memcpy(words + 4 * half, block, sizeof block);
-      }
-      for (int64_t lane = 0; lane < std::min<int64_t>(16, end - v); lane += kLanes)
-        store_first(noise + row * vocab + v + lane, gumbel(load_bytes<VecWord>((const uint32_t*)words + lane)), end - v - lane);
-    }
+    uint64_t words[kPiece / 2];
+    for (int64_t v = begin; v < end; v += 8 * kBlocks) philox(seeds[row], stream, positions[row], v / 8, words + (v - begin) / 2);
+    for (int64_t v = begin; v < end; v += kLanes)
+      store_first(noise + row * vocab + v, gumbel(load_bytes<VecWord>((const uint32_t*)words + v - begin)), end - v);
   }
 }
 

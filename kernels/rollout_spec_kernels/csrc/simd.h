@@ -167,23 +167,29 @@ inline Vec exp(Vec x) {
   return x == x ? value : x;
 }
 
-// Transposes kLanes x kLanes words in place.
-inline void transpose(VecWord (&rows)[kLanes]) {
-#pragma GCC unroll 4
-  for (int width = 1; width < kLanes; width *= 2) {
-    VecWord low, high;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      low[lane] = (lane & width) ? kLanes + lane - width : lane;
-      high[lane] = (lane & width) ? kLanes + lane : lane + width;
+// One stage of the transpose: swaps the off-diagonal blocks of Width x Width words.
+template <int Width>
+inline __attribute__((always_inline)) void transpose_from(VecWord (&rows)[kLanes]) {
+  constexpr auto mask = [](bool high) {
+    VecWord lanes{};
+    for (uint32_t lane = 0; lane < kLanes; ++lane) {
+      const bool second = lane & Width;
+      lanes[lane] = high ? (second ? kLanes + lane : lane + Width) : (second ? kLanes + lane - Width : lane);
     }
+    return lanes;
+  };
+  const VecWord low = mask(false), high = mask(true);
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      if (i & width) continue;
-      const VecWord a = rows[i], b = rows[i + width];
-      rows[i] = __builtin_shuffle(a, b, low);
-      rows[i + width] = __builtin_shuffle(a, b, high);
-    }
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & Width) continue;
+    const VecWord a = rows[i], b = rows[i + Width];
+    rows[i] = __builtin_shuffle(a, b, low);
+    rows[i + Width] = __builtin_shuffle(a, b, high);
   }
+  if constexpr (2 * Width < kLanes) transpose_from<2 * Width>(rows);
 }
+
+// Transposes kLanes x kLanes words in place.
+inline __attribute__((always_inline)) void transpose(VecWord (&rows)[kLanes]) { transpose_from<1>(rows); }
 
 }  // namespace rs
