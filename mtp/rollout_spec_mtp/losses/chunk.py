@@ -42,6 +42,22 @@ class ChunkLayout:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class KnownNormaliser:
+    """What is known of a target law whose logits were computed at the draft vocabulary alone."""
+
+    lse: Tensor  # [U] log-sum-exp of the whole row of logits over the temperature
+    token_logits: Tensor  # [N] logit of the rollout's token at each slot
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _TargetLaw:
+    probs: Tensor  # [U, Vd]
+    log_probs: Tensor  # [U, Vd]; meaningful if the KL was asked for
+    token_logprobs: Tensor  # [N]
+    entropies: Tensor | None  # [N]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkForward:
     """Statistics of a chunk and what its backward pass needs."""
 
@@ -89,18 +105,21 @@ def chunk_forward(
     temperature: float,
     draft_token_ids: Tensor | None,
     extras: frozenset[Extra],
+    known: KnownNormaliser | None = None,
 ) -> ChunkForward:
     """Statistics of one chunk.
 
     draft_logits [N, Vd] and target_logits [U, V] in float32 or float64 are overwritten. draft_token_ids [Vd] names the
-    target token of every draft column, None if Vd = V.
+    target token of every draft column, None if Vd = V. With ``known``, target_logits are [U, Vd]: the draft vocabulary's alone.
     """
     rows = layout.target_rows
-    target = _Softmax.of(target_logits.div_(temperature))
+    law = (
+        _whole_law(target_logits, layout, temperature, draft_token_ids, extras)
+        if known is None
+        else _known_law(target_logits, layout, temperature, known)
+    )
     draft = _Softmax.of(draft_logits.div_(temperature))
-    target_token_logprobs = target_logits[rows, layout.token_ids] - target.log_normaliser[rows]
-    entropies = _entropies(target, target_logits)[rows] if Extra.TARGET_ENTROPIES in extras else None
-    target_probs = (target.probs if draft_token_ids is None else target.probs.index_select(1, draft_token_ids))[rows]
+    target_probs = law.probs[rows]
     in_vocab = layout.columns != NO_COLUMN
     token_logits = draft_logits.gather(1, layout.columns.clamp(min=0)[:, None])[:, 0]
     draft_token_logprobs = torch.where(in_vocab, token_logits - draft.log_normaliser, -torch.inf)
@@ -109,11 +128,9 @@ def chunk_forward(
     mass: Tensor | float = 1.0
     if Extra.KL in extras:
         mass = 1.0 if draft_token_ids is None else target_probs.sum(dim=-1)
-        log_probs = target_logits.sub_(target.log_normaliser[:, None])
-        log_probs = (log_probs if draft_token_ids is None else log_probs.index_select(1, draft_token_ids))[rows]
-        kl = _kl(log_probs, target_probs, draft_logits.sub_(draft.log_normaliser[:, None]), mass)
+        kl = _kl(law.log_probs[rows], target_probs, draft_logits.sub_(draft.log_normaliser[:, None]), mass)
     slot_draft_logprobs = layout.to_slots(draft_token_logprobs, 0.0)
-    slot_target_logprobs = layout.to_slots(target_token_logprobs, 0.0)
+    slot_target_logprobs = layout.to_slots(law.token_logprobs, 0.0)
     credit = block_overlap = None
     if Extra.BLOCK_OVERLAP in extras:
         credit = _log_credit(slot_draft_logprobs, slot_target_logprobs)[layout.valid].exp()
@@ -126,7 +143,7 @@ def chunk_forward(
         draft_correct=layout.to_slots(in_vocab & (token_logits == draft.peak), True),
         kl=None if kl is None else layout.to_slots(kl, 0.0),
         block_overlap=block_overlap,
-        target_entropies=None if entropies is None else layout.to_slots(entropies, 0.0),
+        target_entropies=None if law.entropies is None else layout.to_slots(law.entropies, 0.0),
     )
     return ChunkForward(
         stats=stats,
@@ -172,6 +189,32 @@ def chunk_backward(forward: ChunkForward, grads: SlotGrads) -> Tensor:
         along_probs -= grad
         result.scatter_add_(1, layout.columns.clamp(min=0)[:, None], grad[:, None])
     return result.addcmul_(draft_probs, along_probs[:, None]).div_(forward.temperature)
+
+
+def _whole_law(
+    logits: Tensor, layout: ChunkLayout, temperature: float, draft_token_ids: Tensor | None, extras: frozenset[Extra]
+) -> _TargetLaw:
+    """The target's law from its whole rows of logits [U, V], which are overwritten."""
+    rows = layout.target_rows
+    softmax = _Softmax.of(logits.div_(temperature))
+    token_logprobs = logits[rows, layout.token_ids] - softmax.log_normaliser[rows]
+    entropies = _entropies(softmax, logits)[rows] if Extra.TARGET_ENTROPIES in extras else None
+    log_probs = logits.sub_(softmax.log_normaliser[:, None]) if Extra.KL in extras else logits
+    if draft_token_ids is None:
+        return _TargetLaw(probs=softmax.probs, log_probs=log_probs, token_logprobs=token_logprobs, entropies=entropies)
+    return _TargetLaw(
+        probs=softmax.probs.index_select(1, draft_token_ids),
+        log_probs=log_probs.index_select(1, draft_token_ids) if Extra.KL in extras else log_probs,
+        token_logprobs=token_logprobs,
+        entropies=entropies,
+    )
+
+
+def _known_law(logits: Tensor, layout: ChunkLayout, temperature: float, known: KnownNormaliser) -> _TargetLaw:
+    """The target's law at the draft vocabulary from logits [U, Vd], which are overwritten, and the whole rows' normaliser."""
+    log_probs = logits.div_(temperature).sub_(known.lse[:, None])
+    token_logprobs = known.token_logits / temperature - known.lse[layout.target_rows]
+    return _TargetLaw(probs=log_probs.exp(), log_probs=log_probs, token_logprobs=token_logprobs, entropies=None)
 
 
 def _entropies(target: _Softmax, logits: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ Shape legend: T anchors, G slots, R target rows, H hidden size, V vocabulary, Vd
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_spec_mtp.losses.chunk import NO_COLUMN, ChunkForward, ChunkLayout, SlotGrads, chunk_backward, chunk_forward
+from rollout_spec_mtp.losses.chunk import NO_COLUMN, ChunkForward, ChunkLayout, KnownNormaliser, SlotGrads, chunk_backward, chunk_forward
 from rollout_spec_mtp.losses.compute import LossOutput, compute_loss
 from rollout_spec_mtp.losses.config import LossConfig
 from rollout_spec_mtp.losses.stats import Extra, SlotCounts, SlotStats
@@ -49,6 +50,9 @@ class DraftBatch:
     target_head: Tensor  # [V, H]
     draft_token_ids: Tensor | None = None  # [Vd] int64 target id of every row of student_head; None: Vd = V
     temperature: float = 1.0  # of the policy; divides both logits
+    # [R] logsumexp of the target's whole row of logits over the temperature, if it is known: the target's head is then applied at the
+    # draft vocabulary alone, and with a small one most of the teacher's cost is gone. Target entropies cannot be had that way.
+    target_lse: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.student_hidden.ndim != 3 or self.student_hidden.shape[1] == 0:
@@ -65,6 +69,8 @@ class DraftBatch:
                 raise ValueError(f"{hidden} has {hidden_size} features but {head} takes {head_size}")
         if not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}: a greedy policy has no law to train on")
+        if self.target_lse is not None and self.target_lse.shape != self.target_hidden.shape[:1]:
+            raise ValueError(f"target_lse must be [R] = {tuple(self.target_hidden.shape[:1])}, got {tuple(self.target_lse.shape)}")
         self._check_vocabulary()
 
     def _check_vocabulary(self) -> None:
@@ -81,9 +87,16 @@ class DraftBatch:
         if draft_size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size or torch.unique(ids).numel() != draft_size):
             raise ValueError(f"draft_token_ids must be distinct token ids below {vocab_size} (not offsets)")
 
+    @functools.cached_property
+    def teacher_head(self) -> Tensor:
+        """[V or Vd, H]: the rows of the target's head whose logits are computed."""
+        if self.target_lse is None or self.draft_token_ids is None:
+            return self.target_head
+        return self.target_head.index_select(0, self.draft_token_ids)
+
     def max_rows(self, chunk_bytes: int) -> int:
         """Rows of a chunk whose logits-sized tensors fit into chunk_bytes; at least the slots of one anchor."""
-        row_bytes = LIVE_LOGITS * self.target_head.shape[0] * _work_dtype(self.student_head).itemsize
+        row_bytes = LIVE_LOGITS * self.teacher_head.shape[0] * _work_dtype(self.student_head).itemsize
         return max(chunk_bytes // row_bytes, self.valid.shape[1])
 
 
@@ -110,6 +123,8 @@ def chunked_loss(
 
 def chunked_stats(batch: DraftBatch, extras: frozenset[Extra] = frozenset(), *, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> SlotStats:
     """Slot statistics of the batch, differentiable in ``batch.student_hidden`` only; the backward pass computes logits again."""
+    if batch.target_lse is not None and Extra.TARGET_ENTROPIES in extras:
+        raise ValueError("target entropies need the whole rows of target logits: leave target_lse out, or take them from where it came from")
     names = _stat_names(extras)
     values = _RecomputedStats.apply(batch.student_hidden, batch, extras, chunk_bytes)  # type: ignore[no-untyped-call]
     return SlotStats(valid=batch.valid, **dict(zip(names, values, strict=True)))
@@ -189,14 +204,25 @@ def _chunks(batch: DraftBatch, chunk_bytes: int) -> Iterator[_Chunk]:
 def _forward(batch: DraftBatch, chunk: _Chunk, extras: frozenset[Extra]) -> ChunkForward:
     with torch.no_grad():
         student_hidden = batch.student_hidden[chunk.anchors][chunk.layout.valid]
+        target_hidden = batch.target_hidden[chunk.target_rows]
         return chunk_forward(
             _logits(student_hidden, batch.student_head),
-            _logits(batch.target_hidden[chunk.target_rows], batch.target_head),
+            _logits(target_hidden, batch.teacher_head),
             chunk.layout,
             temperature=batch.temperature,
             draft_token_ids=batch.draft_token_ids,
             extras=extras,
+            known=_known_normaliser(batch, chunk, target_hidden),
         )
+
+
+def _known_normaliser(batch: DraftBatch, chunk: _Chunk, target_hidden: Tensor) -> KnownNormaliser | None:
+    """What stands in for the logits outside the draft vocabulary; target_hidden [U, H] are the chunk's target rows."""
+    if batch.target_lse is None:
+        return None
+    dtype = _work_dtype(batch.student_head)
+    states, rows = target_hidden[chunk.layout.target_rows].to(dtype), batch.target_head[chunk.layout.token_ids].to(dtype)
+    return KnownNormaliser(lse=batch.target_lse[chunk.target_rows].to(dtype), token_logits=(states * rows).sum(-1))
 
 
 def _chunk_loss(batch: DraftBatch, chunk: _Chunk, config: LossConfig, counts: SlotCounts, hidden_grad: Tensor | None) -> LossOutput:
