@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from rollout_spec.engine.plan import AttentionPlan
+from rollout_spec.engine.stack import DecoderLayer
 from rollout_spec.noise import Stream
-from rollout_spec_kernels.decoder import DecoderLayer, DecoderStack, StackOutput
+from rollout_spec_kernels.decoder import DecoderStack
 from rollout_spec_kernels.library import checked, is_bfloat16, library, unavailable_reason
 from rollout_spec_kernels.linear import PackedLinear
 
-__all__ = ["CpuOps", "DecoderLayer", "DecoderStack", "LogSoftmaxStats", "PackedLinear", "StackOutput", "unavailable_reason"]
+__all__ = ["CpuOps", "LogSoftmaxStats", "PackedLinear", "unavailable_reason"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,46 +10,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rollout_spec.engine.plan import AttentionPlan
+from rollout_spec.engine.stack import DecoderLayer, StackOutput
 from rollout_spec_kernels.library import checked, is_bfloat16, library
 from rollout_spec_kernels.linear import PackedLinear
-
-
-class DecoderLayer(Protocol):
-    """The weights of one Llama-like layer; norms [hidden] or [d], projections packed, qkv and gate/up each fused into one."""
-
-    @property
-    def input_norm(self) -> Tensor: ...
-    @property
-    def post_norm(self) -> Tensor: ...
-    @property
-    def q_norm(self) -> Tensor | None: ...
-    @property
-    def k_norm(self) -> Tensor | None: ...
-    @property
-    def qkv(self) -> PackedLinear: ...
-    @property
-    def out(self) -> PackedLinear: ...
-    @property
-    def gate_up(self) -> PackedLinear: ...
-    @property
-    def down(self) -> PackedLinear: ...
-    @property
-    def sliding_window(self) -> int: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class StackOutput:
-    """The final norm's output, and the residual stream after each layer that was asked for."""
-
-    hidden: Tensor  # [R, hidden]
-    taps: dict[int, Tensor]  # layer -> [R, hidden]
 
 
 class _Layer(ctypes.Structure):
@@ -103,7 +71,9 @@ class DecoderStack:
             "down": (hidden, self._mlp_width),
         }
         for name, shape in shapes.items():
-            linear: PackedLinear = getattr(layer, name)
+            linear = getattr(layer, name)
+            if not isinstance(linear, PackedLinear):
+                raise ValueError(f"layer {index}: {name} was packed by other operations ({type(linear).__name__}); pack it with CpuOps")
             if (linear.out_features, linear.in_features) != shape or linear.out_dtype is not self._dtype:
                 raise ValueError(f"layer {index}: {name} must be {shape} in {self._dtype}; got {(linear.out_features, linear.in_features)}")
         for name, size in (("input_norm", hidden), ("post_norm", hidden), ("q_norm", self._head_dim), ("k_norm", self._head_dim)):
@@ -184,5 +154,6 @@ class DecoderStack:
 
 def _pointers(layer: DecoderLayer) -> _Layer:
     norms = (None if norm is None else norm.data_ptr() for norm in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm))
-    projections = (pointer for linear in (layer.qkv, layer.out, layer.gate_up, layer.down) for pointer in linear.pointers)
+    linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    projections = (pointer for linear in linears if isinstance(linear, PackedLinear) for pointer in linear.pointers)
     return _Layer(*norms, *projections, layer.sliding_window)

@@ -6,30 +6,17 @@ Shape legend: R rows, H query heads, Hkv key/value heads, d head size, I MLP wid
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rollout_spec.engine.kv import KVSlots
-from rollout_spec.engine.ops import Linear, Ops
+from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.runner import CausalLM, StepInput, StepOutput
+from rollout_spec.engine.stack import DecoderLayer
 
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-
-
-@dataclass(kw_only=True)
-class _Layer:
-    input_norm: Tensor
-    post_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    qkv: Linear
-    out: Linear
-    gate_up: Linear
-    down: Linear
-    sliding_window: int
 
 
 def is_fusable(config: object) -> bool:
@@ -50,7 +37,7 @@ class FusedDecoder:
         config = model.config
         if not is_fusable(config):
             raise ValueError(f"model type {config.model_type!r} is not one that FusedDecoder computes; use TransformersRunner")
-        self._model, self._ops = model, ops
+        self._model, self.ops = model, ops
         self.vocab_size: int = config.vocab_size
         self.max_position: int = config.max_position_embeddings
         self.num_layers: int = config.num_hidden_layers
@@ -67,22 +54,26 @@ class FusedDecoder:
         cos, sin = model.model.rotary_emb(probe, positions)
         self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
         self._layers = [self._pack(layer) for layer in model.model.layers]
-        self._head = ops.pack_linear(model.lm_head.weight.detach(), model.lm_head.bias)
+        self._stack = ops.decoder_stack(
+            self._layers, model.model.norm.weight.detach(), head_dim=self._head_dim, eps=self._eps, scale=self._head_dim**-0.5
+        )
+        # Logits in float32 whatever the weights' dtype: rounding them again would only blur what is sampled from.
+        self._head = ops.pack_linear(model.lm_head.weight.detach(), model.lm_head.bias, torch.float32)
 
-    def _pack(self, layer: Any) -> _Layer:
+    def _pack(self, layer: Any) -> DecoderLayer:
         attention, mlp = layer.self_attn, layer.mlp
         norm_of = {name: getattr(attention, name).weight.detach() if hasattr(attention, name) else None for name in ("q_norm", "k_norm")}
         # Qwen keeps the window at each layer, Mistral in the config for all of them.
         window = getattr(attention, "sliding_window", None) if self._windows_by_layer else self._model.config.sliding_window
-        return _Layer(
+        return DecoderLayer(
             input_norm=layer.input_layernorm.weight.detach(),
             post_norm=layer.post_attention_layernorm.weight.detach(),
             q_norm=norm_of["q_norm"],
             k_norm=norm_of["k_norm"],
-            qkv=self._ops.pack_linear(*_stack(attention.q_proj, attention.k_proj, attention.v_proj)),
-            out=self._ops.pack_linear(*_stack(attention.o_proj)),
-            gate_up=self._ops.pack_linear(*_stack(mlp.gate_proj, mlp.up_proj)),
-            down=self._ops.pack_linear(*_stack(mlp.down_proj)),
+            qkv=self.ops.pack_linear(*_fused(attention.q_proj, attention.k_proj, attention.v_proj)),
+            out=self.ops.pack_linear(*_fused(attention.o_proj)),
+            gate_up=self.ops.pack_linear(*_fused(mlp.gate_proj, mlp.up_proj)),
+            down=self.ops.pack_linear(*_fused(mlp.down_proj)),
             sliding_window=window or 0,
         )
 
@@ -99,25 +90,14 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def forward(self, step: StepInput, kv: KVSlots) -> StepOutput:
-        ops, eps = self._ops, self._eps
-        slots, indices = step.plan.row_slots(), step.plan.row_indices()
+        plan = step.plan
+        requests = plan.row_requests()
+        slots, indices = plan.slots[requests], plan.context_lengths[requests] + torch.arange(requests.numel()) - plan.row_offsets[requests]
+        embedded = self._model.model.embed_tokens.weight[step.token_ids]
         cos, sin = self._cos[step.positions], self._sin[step.positions]
-        residual = self._model.model.embed_tokens.weight[step.token_ids]
-        taps: dict[int, Tensor] = {}
-        normed = ops.rms_norm(residual, self._layers[0].input_norm, eps)
-        scale = self._head_dim**-0.5
-        for index, layer in enumerate(self._layers):
-            q = ops.qkv_rope_store(layer.qkv(normed), cos, sin, layer.q_norm, layer.k_norm, eps, kv.k[index], kv.v[index], slots, indices)
-            mixed = layer.out(ops.attention(q, kv.k[index], kv.v[index], step.plan, scale, layer.sliding_window))
-            normed, residual = ops.add_rms_norm(mixed, residual, layer.post_norm, eps)
-            mixed = layer.down(ops.silu_mul(layer.gate_up(normed)))
-            following = self._layers[index + 1].input_norm if index + 1 < self.num_layers else self._model.model.norm.weight.detach()
-            normed, residual = ops.add_rms_norm(mixed, residual, following, eps)
-            if index in step.tap_layers:
-                taps[index] = residual
-        if -1 in step.tap_layers:
-            taps[-1] = normed
-        return StepOutput(hidden=normed, taps=taps)
+        out = self._stack(embedded, cos, sin, kv.k, kv.v, plan, slots, indices, step.tap_layers)
+        taps = out.taps | ({-1: out.hidden} if -1 in step.tap_layers else {})
+        return StepOutput(hidden=out.hidden, taps=taps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -126,7 +106,7 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def commit(self, kv: KVSlots, slots: Tensor, context_lengths: Tensor, moves: Tensor) -> None:
-        self._ops.commit(kv.k, kv.v, slots, context_lengths, moves)
+        self.ops.commit(kv.k, kv.v, slots, context_lengths, moves)
 
     def named_weights(self) -> Mapping[str, Tensor]:
         return dict(self._model.named_parameters())
@@ -143,15 +123,15 @@ class FusedDecoder:
             count += 1
         for packed, layer in zip(self._layers, self._model.model.layers, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
-            packed.qkv.update(*_stack(attention.q_proj, attention.k_proj, attention.v_proj))
-            packed.out.update(*_stack(attention.o_proj))
-            packed.gate_up.update(*_stack(mlp.gate_proj, mlp.up_proj))
-            packed.down.update(*_stack(mlp.down_proj))
+            packed.qkv.update(*_fused(attention.q_proj, attention.k_proj, attention.v_proj))
+            packed.out.update(*_fused(attention.o_proj))
+            packed.gate_up.update(*_fused(mlp.gate_proj, mlp.up_proj))
+            packed.down.update(*_fused(mlp.down_proj))
         self._head.update(self._model.lm_head.weight.detach(), self._model.lm_head.bias)
         return count
 
 
-def _stack(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _fused(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """One weight and bias for several projections of the same input."""
     weight = torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
     if linears[0].bias is None:

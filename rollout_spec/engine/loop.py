@@ -59,13 +59,17 @@ class RoundLoop:
         scheme = self._scheme_for(tree, ready)
         target = LogitsTarget(
             hidden=out.hidden,
-            head=self._runner.logits,
+            runner=self._runner,
             row_offsets=step.plan.row_offsets,
             tree=tree,
             running=ready,
-            vocab_size=self._runner.vocab_size,
         )
-        noise = CounterNoise([request.seed for request in ready], [len(request.tokens) for request in ready], self._runner.vocab_size)
+        noise = CounterNoise(
+            [request.seed for request in ready],
+            [len(request.tokens) for request in ready],
+            self._runner.vocab_size,
+            gumbel_noise=self._runner.ops.gumbel_noise,
+        )
         verdict = verify(tree, target, noise, scheme)
         verified = time.perf_counter()
         for index in target.failed:

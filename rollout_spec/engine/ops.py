@@ -8,6 +8,8 @@ C slot capacity, B requests, I MLP width.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,51 +17,56 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout_spec.engine.plan import AttentionPlan
+from rollout_spec.engine.stack import DecoderLayer, LayerOps, LayerStack, Linear, StackResult
+from rollout_spec.noise import Stream, gumbel_noise
 
 
-class Linear(Protocol):
-    """y = x Wᵀ + b with the weight in whatever layout is fastest."""
+class Stack(Protocol):
+    """All layers of a decoder (LayerStack says what it computes)."""
 
-    in_features: int
-    out_features: int
+    def __call__(
+        self,
+        embedded: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: AttentionPlan,
+        row_slots: Tensor,
+        row_indices: Tensor,
+        tap_layers: Collection[int] = (),
+    ) -> StackResult: ...
 
-    def __call__(self, x: Tensor) -> Tensor: ...
 
-    def update(self, weight: Tensor, bias: Tensor | None) -> None: ...
+class LogSoftmaxStats(Protocol):
+    @property
+    def log_probs(self) -> Tensor: ...  # [R, V] float32
+    @property
+    def entropies(self) -> Tensor: ...  # [R] float32, nats; NaN for a row that defines no distribution
 
 
-class Ops(Protocol):
+class Ops(LayerOps, Protocol):
     name: str
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Linear: ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
-
-    def qkv_rope_store(
-        self,
-        qkv: Tensor,  # [R, (H + 2 Hkv) d]
-        cos: Tensor,  # [R, d]
-        sin: Tensor,  # [R, d]
-        q_norm: Tensor | None,  # [d]
-        k_norm: Tensor | None,  # [d]
-        eps: float,
-        k_cache: Tensor,  # [S, Hkv, C, d]
-        v_cache: Tensor,  # [S, Hkv, C, d]
-        slots: Tensor,  # [R] int64
-        indices: Tensor,  # [R] int64
-    ) -> Tensor: ...  # q [R, H, d]
-
-    def attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float, sliding_window: int = 0
-    ) -> Tensor: ...  # [R, H d]
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor: ...  # [M, 2I] -> [M, I]
+    def decoder_stack(self, layers: Sequence[DecoderLayer], final_norm: Tensor, *, head_dim: int, eps: float, scale: float) -> Stack: ...
 
     def commit(
         self, k_cache: Tensor, v_cache: Tensor, slots: Tensor, context_lengths: Tensor, moves: Tensor
     ) -> None: ...  # caches [L, S, Hkv, C, d], moves [B, D + 1]: row whose K/V goes to row i, -1 = none
+
+    def log_softmax_stats(self, logits: Tensor, inv_temperatures: Tensor) -> LogSoftmaxStats: ...  # [R, V] any float, [R]
+
+    def gumbel_noise(
+        self, seeds: Sequence[int], positions: Sequence[int], vocab_size: int, stream: Stream = Stream.TARGET
+    ) -> Tensor: ...  # [R, V] float32: rollout_spec.noise.gumbel_noise
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TorchLogSoftmaxStats:
+    log_probs: Tensor  # [R, V] float32
+    entropies: Tensor  # [R] float32
 
 
 class TorchLinear:
@@ -68,8 +75,9 @@ class TorchLinear:
     Packed products are row-invariant (a row's bits do not depend on the other rows), which MKL's unpacked float32 ones are not.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
         self.out_features, self.in_features = weight.shape
+        self._out_dtype = weight.dtype if out_dtype is None else out_dtype
         self.update(weight, bias)
 
     def update(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -84,6 +92,9 @@ class TorchLinear:
             self._kind, self._packed = "mkldnn", torch.ops.mkldnn._reorder_linear_weight(self._weight, 8)
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x).to(self._out_dtype)
+
+    def _product(self, x: Tensor) -> Tensor:
         if self._packed is None:
             return F.linear(x, self._weight, self._bias)
         if self._kind == "mkl":
@@ -99,8 +110,28 @@ class TorchOps:
     def __init__(self) -> None:
         self._mask_of: tuple[AttentionPlan, int, Tensor] | None = None
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return TorchLinear(weight, bias)
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Linear:
+        return TorchLinear(weight, bias, out_dtype)
+
+    def decoder_stack(
+        self,
+        layers: Sequence[DecoderLayer],
+        final_norm: Tensor,
+        *,
+        head_dim: int,  # noqa: ARG002 - kernels need it, tensors here know it
+        eps: float,
+        scale: float,
+    ) -> Stack:
+        return LayerStack(self, layers, final_norm, eps=eps, scale=scale)
+
+    def log_softmax_stats(self, logits: Tensor, inv_temperatures: Tensor) -> LogSoftmaxStats:
+        log_probs = (logits.float() * inv_temperatures[:, None]).log_softmax(dim=-1)
+        # 0 · −inf is 0 here: a masked token adds nothing to the entropy.
+        finite = log_probs.clamp_min(torch.finfo(log_probs.dtype).min)
+        return TorchLogSoftmaxStats(log_probs=log_probs, entropies=-torch.linalg.vecdot(log_probs.exp(), finite))
+
+    def gumbel_noise(self, seeds: Sequence[int], positions: Sequence[int], vocab_size: int, stream: Stream = Stream.TARGET) -> Tensor:
+        return gumbel_noise(seeds, positions, vocab_size, stream)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

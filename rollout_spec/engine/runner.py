@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rollout_spec.engine.kv import KVSlots
+from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.plan import AttentionPlan
 
 CausalLM: TypeAlias = Any  # a transformers model for causal LM: nn.Module types none of the attributes that we need
@@ -33,6 +34,7 @@ class StepOutput:
 
 
 class ModelRunner(Protocol):
+    ops: Ops
     vocab_size: int
     max_position: int
     num_layers: int

@@ -22,6 +22,7 @@ class StateBuffer:
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
         self._pending: dict[str, list[tuple[Tensor, dict[int, Tensor]]]] = {}
+        self._begun: set[str] = set()  # requests whose states from position 0 were queued under the present weights
 
     def add_prefill(self, chunk: PrefillChunk, step: StepInput, out: StepOutput) -> None:
         """Append the chunk's states to their slots: a request that shares the prefix gets them with its copy of the K/V."""
@@ -37,6 +38,7 @@ class StateBuffer:
 
     def begin(self, request: RunningRequest) -> None:
         """A request enters its first round: the drafter gets the states of all tokens computed so far."""
+        self._begun.add(request.request_id)
         if self.layers and request.slot is not None and request.num_cached:
             assert all(tap.shape[0] == request.num_cached for tap in request.slot.taps.values())
             self._pending[request.request_id] = [(torch.arange(request.num_cached), dict(request.slot.taps))]
@@ -48,9 +50,12 @@ class StateBuffer:
             self._pending.setdefault(request.request_id, []).append((torch.arange(first_position, first_position + rows.numel()), states))
 
     def take(self, requests: Sequence[RunningRequest]) -> TargetStates | None:
-        """Everything pending for these requests, in their order."""
+        """Everything pending for these requests, in their order; after ``clear``, a request's states from position 0 once more."""
         if not self.layers:
             return None
+        for request in requests:
+            if request.request_id not in self._begun:
+                self.begin(request)
         parts = [self._pending.pop(request.request_id, []) for request in requests]
         counts = torch.tensor([sum(positions.numel() for positions, _ in part) for part in parts])
         flat = [piece for part in parts for piece in part]
@@ -66,6 +71,9 @@ class StateBuffer:
 
     def drop(self, request_id: str) -> None:
         self._pending.pop(request_id, None)
+        self._begun.discard(request_id)
 
     def clear(self) -> None:
+        """The weights changed: what is pending is void, and so is what drafters have seen."""
         self._pending.clear()
+        self._begun.clear()

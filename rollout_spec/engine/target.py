@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from rollout_spec.engine.kv import KVSlots
 from rollout_spec.engine.rounds import round_input
 from rollout_spec.engine.runner import ModelRunner
 from rollout_spec.engine.running import RunningRequest, last_tokens, slot_indices
-from rollout_spec.sampling import RowHistory, bad_rows, is_plain, needs_history, process_logits
+from rollout_spec.sampling import RowHistory, is_plain, needs_history, process_logits
 from rollout_spec.tree import DraftTree
 from rollout_spec.verify import TokenScores
 
@@ -34,17 +34,17 @@ class LogitsTarget:
         self,
         *,
         hidden: Tensor,  # [R, H]
-        head: Callable[[Tensor], Tensor],
+        runner: ModelRunner,
         row_offsets: Tensor,  # [B + 1]
         tree: DraftTree,
         running: Sequence[RunningRequest],  # B
-        vocab_size: int,
         temperature: float | None = None,  # instead of the requests' own
     ) -> None:
-        self.batch_size, self.vocab_size = len(running), vocab_size
+        self.batch_size, self.vocab_size = len(running), runner.vocab_size
         self.head_s = 0.0
         self.failed: set[int] = set()
-        self._hidden, self._head, self._row_offsets, self._tree = hidden, head, row_offsets, tree
+        self._hidden, self._head, self._row_offsets, self._tree = hidden, runner.logits, row_offsets, tree
+        self._ops = runner.ops
         self._running = running
         self._histories: dict[int, RowHistory] = {}  # of the requests' roots
         own = [request.request.sampling for request in running]
@@ -52,9 +52,11 @@ class LogitsTarget:
         # Rows are computed in chunks, as verifiers ask; chunks are never concatenated (a row is V numbers wide).
         self._raw: list[Tensor] = []
         self._log_probs: list[Tensor] = []
+        self._entropies: list[Tensor] = []
         self._chunk = torch.full((hidden.shape[0],), -1, dtype=torch.int64)  # [R] which chunk holds the row, -1 = none yet
         self._index = torch.zeros(hidden.shape[0], dtype=torch.int64)  # [R] where in it
-        self._raw_is_processed = all(is_plain(params) and params.temperature == 1.0 for params in self._sampling)
+        self._is_plain = all(is_plain(params) for params in self._sampling)
+        self._raw_is_processed = self._is_plain and all(params.temperature == 1.0 for params in self._sampling)
 
     def log_probs(self, requests: Tensor, nodes: Tensor) -> Tensor:
         """[Q, V] float32 log-probabilities of the processed target after the nodes (NO_PARENT = the root)."""
@@ -76,17 +78,14 @@ class LogitsTarget:
         raw, processed, entropies = torch.empty(3, rows.numel()).unbind()
         for chunk in torch.unique(self._chunk[rows]).tolist():
             asked = self._chunk[rows] == chunk
-            index, tokens = self._index[rows[asked]], token_ids[asked, None]
-            log_probs = _take(self._log_probs[chunk], index)
-            processed[asked] = log_probs.gather(1, tokens)[:, 0]
-            # 0 · −inf is 0 here: a masked token adds nothing to the entropy.
-            finite = log_probs if self._raw_is_processed else log_probs.clamp_min(torch.finfo(log_probs.dtype).min)
-            entropies[asked] = -torch.linalg.vecdot(log_probs.exp(), finite)
+            index, tokens = self._index[rows[asked]], token_ids[asked]
+            processed[asked] = self._log_probs[chunk][index, tokens]
+            entropies[asked] = self._entropies[chunk][index]
             if self._raw_is_processed:
                 raw[asked] = processed[asked]
             else:
                 logits = _take(self._raw[chunk], index).float()
-                raw[asked] = logits.gather(1, tokens)[:, 0] - logits.logsumexp(dim=-1)
+                raw[asked] = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
         return TokenScores(raw_logprobs=raw, processed_logprobs=processed, entropies=entropies)
 
     def _ensure(self, rows: Tensor) -> None:
@@ -101,18 +100,20 @@ class LogitsTarget:
         logits = self._head(self._hidden[rows])
         self.head_s += time.perf_counter() - began
         requests = torch.searchsorted(self._row_offsets, rows, right=True) - 1
-        wide = logits.float()
-        bad = bad_rows(wide)
-        if not self._raw_is_processed:
+        # Rows that only divide by a temperature skip the processors: the kernel does both in one pass.
+        processed, temperatures = logits, [self._sampling[request].temperature for request in requests.tolist()]
+        if not self._is_plain:
             nodes = rows - self._row_offsets[requests] - 1
             histories = [self._history(request, node) for request, node in zip(requests.tolist(), nodes.tolist(), strict=True)]
-            wide = process_logits(wide, [self._sampling[request] for request in requests.tolist()], histories)
-            bad |= bad_rows(wide)
-        log_probs = torch.log_softmax(wide, dim=-1)
+            processed = process_logits(logits.float(), [self._sampling[request] for request in requests.tolist()], histories)
+            temperatures = [1.0] * rows.numel()
+        stats = self._ops.log_softmax_stats(processed, torch.tensor([1.0 / temperature for temperature in temperatures]))
+        log_probs, bad = stats.log_probs, ~stats.entropies.isfinite()
         if bool(bad.any()):
             self.failed |= set(requests[bad].tolist())
             log_probs[bad] = torch.nn.functional.one_hot(torch.tensor(0), self.vocab_size).log()
         self._log_probs.append(log_probs)
+        self._entropies.append(stats.entropies)
         self._raw.append(logits)
         self._chunk[rows] = len(self._raw) - 1
         self._index[rows] = torch.arange(rows.numel())
@@ -155,10 +156,9 @@ class TargetAccess:
         step = round_input(tree, last_tokens(self._running), self._context_lengths, slot_indices(self._running))
         return LogitsTarget(
             hidden=self._runner.forward(step, self._kv).hidden,
-            head=self._runner.logits,
+            runner=self._runner,
             row_offsets=step.plan.row_offsets,
             tree=tree,
             running=self._running,
-            vocab_size=self._runner.vocab_size,
             temperature=temperature,
         )

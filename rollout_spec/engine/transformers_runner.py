@@ -62,7 +62,7 @@ class TransformersRunner:
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if not kinds <= {"full_attention", "sliding_attention"}:
             raise ValueError(f"{config.model_type}: layers of kind {sorted(kinds)} keep state that the embedded engine cannot roll back")
-        self._model, self._ops = model, ops
+        self._model, self.ops = model, ops
         model.set_attn_implementation(ATTENTION_NAME)
         self.vocab_size: int = config.vocab_size
         self.max_position: int = config.max_position_embeddings
@@ -91,7 +91,7 @@ class TransformersRunner:
             position_ids=step.positions[None],
             use_cache=False,
             output_hidden_states=bool(set(step.tap_layers) - {-1}),
-            rollout_ops=self._ops,
+            rollout_ops=self.ops,
             rollout_kv=kv,
             rollout_plan=step.plan,
         )
@@ -109,7 +109,7 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def commit(self, kv: KVSlots, slots: Tensor, context_lengths: Tensor, moves: Tensor) -> None:
-        self._ops.commit(kv.k, kv.v, slots, context_lengths, moves)
+        self.ops.commit(kv.k, kv.v, slots, context_lengths, moves)
 
     def named_weights(self) -> Mapping[str, Tensor]:
         return dict(self._model.named_parameters())

@@ -5,13 +5,15 @@ Shape legend: B requests, R rows asked for, D depths, T trials, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rollout_spec.noise import Stream, gumbel_noise, uniforms
+
+GumbelNoise = Callable[[Sequence[int], Sequence[int], int, Stream], Tensor]  # seeds [R], positions [R], V, stream -> [R, V]
 
 
 class VerifyNoise(Protocol):
@@ -38,10 +40,17 @@ class CounterNoise:
     test the same uniforms again, now knowing that they were large (tests/statistical plants that bug).
     """
 
-    def __init__(self, seeds: Sequence[int], positions: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        vocab_size: int,
+        gumbel_noise: GumbelNoise = gumbel_noise,
+    ) -> None:
         if len(seeds) != len(positions):
             raise ValueError(f"one seed and one position for each request; got {len(seeds)} and {len(positions)}")
         self._seeds, self._positions, self._vocab_size = seeds, positions, vocab_size
+        self._gumbel_noise = gumbel_noise  # noise.gumbel_noise, or a kernel that draws the same bits
         self._accept = torch.empty(len(seeds), 0, dtype=torch.float64)
 
     def accept(self, requests: Tensor, depths: Tensor, trial: int) -> Tensor:
@@ -59,7 +68,7 @@ class CounterNoise:
 
     def gumbel(self, requests: Tensor, depths: Tensor) -> Tensor:
         """[R, V] float32, the TARGET stream at the tokens' absolute positions: the noise Gumbel-coupled drafters use too."""
-        return gumbel_noise(*self._keys(requests, depths), self._vocab_size, Stream.TARGET).to(depths.device)
+        return self._gumbel_noise(*self._keys(requests, depths), self._vocab_size, Stream.TARGET).to(depths.device)
 
     def _keys(self, requests: Tensor, depths: Tensor) -> tuple[list[int], list[int]]:
         rows = requests.tolist()

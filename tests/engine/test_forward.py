@@ -9,12 +9,13 @@ from torch import Tensor
 
 from rollout_spec.engine.decoder import FusedDecoder, is_fusable
 from rollout_spec.engine.load import make_runner
-from rollout_spec.engine.ops import TorchOps
+from rollout_spec.engine.ops import Ops, TorchOps
 from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.rounds import round_input
 from rollout_spec.engine.runner import ModelRunner, StepInput
 from rollout_spec.engine.transformers_runner import TransformersRunner
 from rollout_spec.tree import DraftTree, Draw
+from rollout_spec_kernels.cpu import CpuOps, unavailable_reason
 
 # float32 sums in another order: a few units in the last place of values of order ten.
 TOLERANCE = 2e-4
@@ -28,9 +29,15 @@ VARIANTS = [
 ]
 
 
+def every_ops() -> list[Ops]:
+    """torch's operations, and the C++ ones where they can be built."""
+    return [TorchOps()] if unavailable_reason() is not None else [TorchOps(), CpuOps()]
+
+
 def runners(kind: str, changes: dict[str, object]) -> list[ModelRunner]:
-    model = tiny_model(kind, **changes)
-    return [make_runner(model, max_context=128, fused=True), make_runner(tiny_model(kind, **changes), max_context=128, fused=False)]
+    return [
+        make_runner(tiny_model(kind, **changes), max_context=128, fused=fused, ops=ops) for fused in (True, False) for ops in every_ops()
+    ]
 
 
 def span(tokens: Tensor, start: int, end: int, slot: int) -> StepInput:
@@ -122,8 +129,7 @@ def test_taps_are_the_layers_outputs() -> None:
     tokens = torch.randint(3, VOCAB, (9,))
     with torch.inference_mode():
         wanted = tiny_model()(tokens[None], output_hidden_states=True).hidden_states
-    for fused in (True, False):
-        runner = make_runner(tiny_model(), max_context=64, fused=fused)
+    for runner in runners("llama", {}):
         step = StepInput(token_ids=tokens, positions=torch.arange(9), plan=span(tokens, 0, 9, 0).plan, tap_layers=(0, -1))
         out = runner.forward(step, runner.make_slots(1, 32))
         torch.testing.assert_close(out.taps[0], wanted[1][0], atol=TOLERANCE, rtol=0)

@@ -1,35 +1,24 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 
 import pytest
 import torch
 from torch import Tensor
 
 from rollout_spec.engine.plan import AttentionPlan
-from rollout_spec_kernels.cpu import CpuOps, DecoderStack, PackedLinear
+from rollout_spec.engine.stack import DecoderLayer, LayerStack
+from rollout_spec_kernels.cpu import CpuOps, PackedLinear
+from rollout_spec_kernels.decoder import DecoderStack
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH, LAYERS, SLOTS, CAPACITY, EPS = 40, 4, 2, 16, 56, 3, 3, 64, 1e-5
-
-
-@dataclass(kw_only=True)
-class _Layer:
-    input_norm: Tensor
-    post_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    qkv: PackedLinear
-    out: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
-    sliding_window: int
 
 
 def _normal(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _layer(ops: CpuOps, index: int, dtype: torch.dtype) -> _Layer:
+def _layer(ops: CpuOps, index: int, dtype: torch.dtype) -> DecoderLayer:
     seeds = iter(range(100 * index, 100 * index + 99))
 
     def linear(num_out: int, num_in: int, with_bias: bool) -> PackedLinear:
@@ -37,7 +26,7 @@ def _layer(ops: CpuOps, index: int, dtype: torch.dtype) -> _Layer:
         return ops.pack_linear(_normal(num_out, num_in, seed=next(seeds), dtype=dtype) / num_in**0.5, bias)
 
     has_norms = index == 1  # layers differ, so that a mixed-up pointer shows
-    return _Layer(
+    return DecoderLayer(
         input_norm=_normal(HIDDEN, seed=next(seeds), dtype=dtype),
         post_norm=_normal(HIDDEN, seed=next(seeds), dtype=dtype),
         q_norm=_normal(HEAD_DIM, seed=next(seeds), dtype=dtype) if has_norms else None,
@@ -51,21 +40,13 @@ def _layer(ops: CpuOps, index: int, dtype: torch.dtype) -> _Layer:
 
 
 def _one_by_one(
-    ops: CpuOps, layers: list[_Layer], final: Tensor, residual: Tensor, step: dict[str, Tensor], plan: AttentionPlan
+    ops: CpuOps, layers: list[DecoderLayer], final: Tensor, residual: Tensor, step: dict[str, Tensor], plan: AttentionPlan
 ) -> list[Tensor]:
     """The final hidden states, then the residual after each layer: the operations called from Python."""
-    normed, residuals = ops.rms_norm(residual, layers[0].input_norm, EPS), []
-    for i, layer in enumerate(layers):
-        k, v = step["k"][i], step["v"][i]
-        q = ops.qkv_rope_store(
-            layer.qkv(normed), step["cos"], step["sin"], layer.q_norm, layer.k_norm, EPS, k, v, step["slots"], step["indices"]
-        )
-        mixed = layer.out(ops.attention(q, k, v, plan, HEAD_DIM**-0.5, layer.sliding_window))
-        normed, residual = ops.add_rms_norm(mixed, residual, layer.post_norm, EPS)
-        mixed = layer.down(ops.silu_mul(layer.gate_up(normed)))
-        normed, residual = ops.add_rms_norm(mixed, residual, layers[i + 1].input_norm if i + 1 < len(layers) else final, EPS)
-        residuals.append(residual)
-    return [normed, *residuals]
+    stack = LayerStack(ops, layers, final, eps=EPS, scale=HEAD_DIM**-0.5)
+    positions = (step["cos"], step["sin"], step["k"], step["v"])
+    out = stack(residual, *positions, plan, step["slots"], step["indices"], tap_layers=range(len(layers)))
+    return [out.hidden, *out.taps.values()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,8 +94,7 @@ def test_updated_weights_are_used(ops: CpuOps) -> None:
 
 
 def test_layers_and_caches_that_do_not_fit_are_refused(ops: CpuOps) -> None:
-    layer = _layer(ops, 0, torch.float32)
-    layer.down = ops.pack_linear(torch.zeros(HIDDEN + 1, WIDTH), None)
+    layer = dataclasses.replace(_layer(ops, 0, torch.float32), down=ops.pack_linear(torch.zeros(HIDDEN + 1, WIDTH), None))
     with pytest.raises(ValueError, match=r"layer 0: down must be \(40, 56\)"):
         DecoderStack([layer], torch.ones(HIDDEN), head_dim=HEAD_DIM, eps=EPS, scale=1.0)
     stack = DecoderStack([_layer(ops, 0, torch.float32)], torch.ones(HIDDEN), head_dim=HEAD_DIM, eps=EPS, scale=1.0)

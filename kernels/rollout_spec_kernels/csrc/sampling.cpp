@@ -153,13 +153,14 @@ inline Vec log(Vec x) {
   return fma(exponent, splat(0.693359375f), part + rest);
 }
 
-// -log(-log1p(-u)) with u = (word + 1/2) / 2^32; u = 1 gives -inf.
+// -log(-log1p(-u)) with u = min((word + 1/2) / 2^32, 1 - 2^-24): always finite.
 inline Vec gumbel(VecWord words) {
-  const Vec u = (__builtin_convertvector(words, Vec) + splat(0.5f)) * splat(0x1p-32f);
+  const Vec scaled = (__builtin_convertvector(words, Vec) + splat(0.5f)) * splat(0x1p-32f);
+  const Vec u = scaled < 1.0f ? scaled : splat(1.0f - 0x1p-24f);
   // log1p(-u) = log(w) + (what rounding w = 1 - u lost) / w.
   const Vec w = splat(1.0f) - u, lost = (splat(1.0f) - w) - u;
   const Vec e = -(log(w) + lost / w);
-  return u < 1.0f ? -log(e) : splat(-kInfinity);
+  return -log(e);
 }
 
 void gumbel_noise(const int64_t* seeds, const int64_t* positions, int64_t stream, float* noise, int64_t num_rows, int64_t vocab, int threads) {
