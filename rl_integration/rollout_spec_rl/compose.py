@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.composition import Composition, DrafterOptions
@@ -13,6 +14,7 @@ from rollout_spec.drafters.self_draft import SelfConfig, SelfDrafter
 from rollout_spec.drafters.suffix import SuffixDrafter
 
 if TYPE_CHECKING:
+    from rollout_spec.engine.load import LoadedModel
     from rollout_spec.engine.ops import Ops
 
 
@@ -39,13 +41,20 @@ def _self(options: DrafterOptions) -> Drafter:
 DRAFTERS: dict[str, Callable[[DrafterOptions], Drafter | None]] = {"none": _none, "ngram": _ngram, "suffix": _suffix, "self": _self}
 
 
-def make_drafter(options: DrafterOptions) -> Drafter | None:
-    """The drafter of that name. Raises ValueError for an unknown one, and for a history that its drafter does not keep."""
-    if options.spec not in DRAFTERS:
-        raise ValueError(f"--drafter {options.spec!r} is not known: give one of {', '.join(DRAFTERS)}")
+def make_drafter(options: DrafterOptions, loaded: LoadedModel, ops: Ops) -> Drafter | None:
+    """The drafter of that name, or the trained one in that directory, for this model.
+
+    Raises ValueError for an unknown name, a history that its drafter does not keep, and a directory whose drafter does not fit the model.
+    """
     if options.history is not None and options.spec != "suffix":
         raise ValueError(f"--history is kept by the suffix drafter only, not by {options.spec!r}: leave it out or use --drafter suffix")
-    return DRAFTERS[options.spec](options)
+    if options.spec in DRAFTERS:
+        return DRAFTERS[options.spec](options)
+    if not Path(options.spec).is_dir():
+        raise ValueError(f"--drafter {options.spec!r} is neither one of {', '.join(DRAFTERS)} nor the directory of a trained drafter")
+    from rollout_spec_mtp.serving import load_drafter
+
+    return load_drafter(Path(options.spec), loaded.module, ops, options.draw)
 
 
 def make_ops() -> Ops:
@@ -81,5 +90,11 @@ COMPOSITION = Composition(make_drafter=make_drafter, make_ops=make_ops, load_vll
 def main() -> None:
     """Entry point of the command ``rollout-spec``."""
     from rollout_spec import cli
+    from rollout_spec_mtp.cli import add_commands
 
+    add_commands(cli.app, COMPOSITION)
     cli.run(COMPOSITION)
+
+
+if __name__ == "__main__":  # accelerate launches modules, not commands: -m rollout_spec_rl.compose
+    main()

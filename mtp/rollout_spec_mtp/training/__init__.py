@@ -1,0 +1,1 @@
+"""Collecting rollouts and training drafters on them."""
