@@ -105,7 +105,7 @@ class TreeGrower:
         """[B, N, V]: the distribution each kept node was drawn from."""
         levels = [log_probs.exp()[:, source] for log_probs, source in zip(self._log_probs, self._source, strict=True)]
         whole = torch.cat(levels, dim=1)
-        if torch.equal(order, torch.arange(whole.shape[1]).expand_as(order)):
+        if order.shape[1] == whole.shape[1] and torch.equal(order, torch.arange(whole.shape[1]).expand_as(order)):
             return whole
         return whole.gather(1, order[:, :, None].expand(-1, -1, whole.shape[2]))
 
