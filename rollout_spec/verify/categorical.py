@@ -49,7 +49,8 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor, fallback: Tensor | None = Non
 
     Raises ValueError if a row has no mass or is not finite.
     """
-    blocks = pad(weights, (0, -weights.shape[1] % _BLOCK)).view(weights.shape[0], -1, _BLOCK)
+    num_rows, vocab_size = weights.shape
+    blocks = pad(weights, (0, -vocab_size % _BLOCK)).view(num_rows, -(-vocab_size // _BLOCK), _BLOCK)
     edges = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # [R, number of blocks]
     total = edges[:, -1]
     if not bool(((total > 0) & total.isfinite()).all()):
@@ -58,7 +59,7 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor, fallback: Tensor | None = Non
         raise ValueError(f"no distribution to draw from: the weights of a row sum to zero, inf or NaN ({total.tolist()})")
     level = _below(uniforms * total, total)
     block = (edges <= level[:, None]).sum(-1)
-    rows = torch.arange(weights.shape[0], device=weights.device)
+    rows = torch.arange(num_rows, device=weights.device)
     before = pad(edges, (1, 0))[rows, block]
     inside = blocks[rows, block].to(torch.float64).cumsum(-1)  # [R, _BLOCK]
     # The block's own sum may round differently from the difference of the edges; its last positive token absorbs that.

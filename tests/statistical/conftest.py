@@ -1,0 +1,45 @@
+"""The table of docs/exactness.md is written from a run of these tests in which every proof passed."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from exactness import registry
+
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+OUTCOMES = pytest.StashKey[dict[tuple[str, str], bool]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-exactness-table", action="store_true", help="rewrite the table of docs/exactness.md from this run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "proof(title): a case of a proof or planted bug of docs/exactness.md")
+    config.stash[OUTCOMES] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    marker = item.get_closest_marker("proof")
+    if marker is not None and call.when == "call" and isinstance(item, pytest.Function):
+        scheme, case = item.callspec.params["scheme"], item.callspec.params["case"]
+        item.config.stash[OUTCOMES][marker.args[0], f"{scheme.value}-{case}"] = report.passed
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not session.config.getoption("--write-exactness-table", default=False):
+        return
+    outcomes = session.config.stash[OUTCOMES]
+    for proof in (*registry.PROOFS, *registry.BUGS):
+        for scheme, case in proof.cases:
+            if not outcomes.get((proof.title, f"{scheme.value}-{case}"), False):
+                raise pytest.UsageError(f"{proof.title}: {scheme.value}-{case} did not pass in this run; the table is left as it was")
+    document = Path(session.config.rootpath) / "docs" / "exactness.md"
+    before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    document.write_text(f"{before}{BEGIN}\n\n{registry.table()}\n\n{END}{after}", encoding="utf-8")
