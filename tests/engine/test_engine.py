@@ -18,6 +18,7 @@ from rollout_spec.drafters.self_draft import SelfConfig, SelfDrafter
 from rollout_spec.drafters.suffix import SuffixDrafter
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.load import make_runner
+from rollout_spec.engine.ops import TorchOps
 from rollout_spec.engine.request import Completion, Request
 from rollout_spec.events import Event, PrefillEvent, RoundEvent
 from rollout_spec.sampling import SamplingParams
@@ -25,13 +26,15 @@ from rollout_spec.sinks import MemorySink
 from rollout_spec.sinks.summary import SummarySink
 from rollout_spec.tree import Draw
 from rollout_spec.verify import Scheme
+from rollout_spec_kernels.cpu import CpuOps, unavailable_reason
 
 PROMPTS = [tuple(range(first, first + n)) for first, n in ((3, 5), (20, 9), (40, 1), (30, 14))]
 
 
 def engine(model: nn.Module | None = None, **settings: object) -> Engine:
     config = EngineConfig(**{"max_batch": 4, "max_context": 96, **settings.pop("config", {})})  # type: ignore[arg-type]
-    return Engine(make_runner(model or tiny_model(), max_context=96), config=config, **settings)  # type: ignore[arg-type]
+    ops = TorchOps() if unavailable_reason() is not None or settings.pop("torch_ops", False) else CpuOps()
+    return Engine(make_runner(model or tiny_model(), max_context=96, ops=ops), config=config, **settings)  # type: ignore[arg-type]
 
 
 def requests(length: int = 12, **changes: object) -> list[Request]:
@@ -79,6 +82,13 @@ def test_seeded_tokens_do_not_depend_on_drafts_or_batch(name: str, sampling: Sam
         controller = FixedBudget(draft_length=4, tree_width=widths)
         speculating = engine(drafter=drafter, controller=controller, config={"max_batch": max_batch, "scheme": Scheme.GUMBEL})
         assert tokens(speculating.generate(requests(sampling=sampling))) == wanted
+
+
+def test_torchs_operations_keep_the_same_promise() -> None:
+    drafter = SuffixDrafter()
+    wanted = tokens(engine(torch_ops=True, config={"max_batch": 1}).generate(requests()))
+    speculating = engine(torch_ops=True, drafter=drafter, controller=FixedBudget(draft_length=4, tree_width=(2, 1)))
+    assert tokens(speculating.generate(requests())) == wanted
 
 
 @pytest.mark.parametrize(
