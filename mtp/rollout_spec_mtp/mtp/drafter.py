@@ -136,10 +136,9 @@ class MTPDrafter:
         """[number of fresh requests, H]: states after each one's last row."""
         counts = states.offsets.diff()[fresh]
         plan = AttentionPlan(row_offsets=torch.cat([counts.new_zeros(1), counts.cumsum(0)]), slots=slots, context_lengths=begins)
-        last_only = AttentionPlan(row_offsets=torch.arange(len(fresh) + 1), slots=slots, context_lengths=begins + counts - 1)
         taps = [states.hidden[layer] for layer in self._model.hidden_layers]
         rotary = self._slots.rotary(states.positions)
-        return self._head.step(self._head.fuse(taps), tokens, rotary, self._slots.kv, plan, last_only)
+        return self._head.step(self._head.fuse(taps), tokens, rotary, self._slots.kv, plan)[plan.row_offsets[1:] - 1]
 
     def _next(self, now: _Round, state: Tensor, tokens: Tensor, step: int) -> Tensor:
         """[B, H] after feeding drafted tokens [B] of step 1, 2, ... back."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollout_spec.engine.kv import KVSlots
 from rollout_spec.engine.ops import Ops
-from rollout_spec.engine.stack import Linear
+from rollout_spec.engine.stack import DecoderLayer, Linear
 from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec_mtp.mtp.model import MTPModel
 
@@ -31,7 +31,6 @@ class PackedHead:
         attention: Any = model.layer.self_attn
         self.head_dim: int = attention.head_dim
         self.num_kv_heads: int = attention.k_proj.out_features // self.head_dim
-        self._window = model.window
         self.repack()
 
     @torch.no_grad()
@@ -39,20 +38,27 @@ class PackedHead:
         ops, model = self._ops, self._model
         layer: Any = model.layer
         attention, mlp = layer.self_attn, layer.mlp
-        self._qkv = self._linear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._out = self._linear(attention.o_proj)
-        self._gate_up = self._linear(mlp.gate_proj, mlp.up_proj)
-        self._down = self._linear(mlp.down_proj)
+        q_norm, k_norm = (self._norm(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm"))
+        packed = DecoderLayer(
+            input_norm=self._norm(layer.input_layernorm),
+            post_norm=self._norm(layer.post_attention_layernorm),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            qkv=self._linear(attention.q_proj, attention.k_proj, attention.v_proj),
+            out=self._linear(attention.o_proj),
+            gate_up=self._linear(mlp.gate_proj, mlp.up_proj),
+            down=self._linear(mlp.down_proj),
+            sliding_window=model.window,
+        )
+        self._stack = ops.decoder_stack([packed], self._norm(model.norm), head_dim=self.head_dim, eps=self._eps, scale=self.head_dim**-0.5)
         self._fc = self._linear(model.fc)
         self._tap_fc = None if model.tap_fc is None else self._linear(model.tap_fc)
         self._tap_norms = [] if model.tap_norms is None else [self._norm(norm) for norm in model.tap_norms]
-        self._embed_norm, self._hidden_norm, self._final_norm = (self._norm(n) for n in (model.embed_norm, model.hidden_norm, model.norm))
-        self._input_norm, self._post_norm = self._norm(layer.input_layernorm), self._norm(layer.post_attention_layernorm)
-        self._q_norm, self._k_norm = (
-            self._norm(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
-        )
+        self._embed_norm, self._hidden_norm = self._norm(model.embed_norm), self._norm(model.hidden_norm)
         ids = model.draft_token_ids
-        self._head = ops.pack_linear(self._policy.head if ids is None else self._policy.head[ids].contiguous(), None)
+        head = self._policy.head if ids is None else self._policy.head[ids].contiguous()
+        # In float32 as the engine's own logits are: the draft's law is what is sampled from.
+        self._head = ops.pack_linear(head, None, torch.float32)
 
     def _linear(self, *linears: Any) -> Linear:
         weight = torch.cat([linear.weight.detach() for linear in linears]).to(self.dtype)
@@ -78,27 +84,15 @@ class PackedHead:
         rotary: tuple[Tensor, Tensor],  # cos and sin [R, d]
         kv: KVSlots,
         plan: AttentionPlan,
-        last_only: AttentionPlan | None = None,
     ) -> Tensor:
-        """[R, H] states after the rows; their K/V are stored. With ``last_only`` (a plan of each request's last row alone) the others
-        are only stored, and the result has one row a request."""
-        ops, eps = self._ops, self._eps
-        embedded = ops.rms_norm(self._policy.embedding[token_ids], self._embed_norm, eps)
-        mixed = self._fc(torch.cat([embedded, ops.rms_norm(state, self._hidden_norm, eps)], dim=-1))
-        k_cache, v_cache = kv.k[0], kv.v[0]
-        qkv = self._qkv(ops.rms_norm(mixed, self._input_norm, eps))
-        q = ops.qkv_rope_store(qkv, *rotary, self._q_norm, self._k_norm, eps, k_cache, v_cache, plan.row_slots(), plan.row_indices())
-        if last_only is not None:
-            last = plan.row_offsets[1:] - 1
-            q, mixed, plan = q[last], mixed[last], last_only
-        attended = self._out(ops.attention(q, k_cache, v_cache, plan, self.head_dim**-0.5, self._window))
-        normed, residual = ops.add_rms_norm(attended, mixed, self._post_norm, eps)
-        normed, _ = ops.add_rms_norm(self._down(ops.silu_mul(self._gate_up(normed))), residual, self._final_norm, eps)
-        return normed
+        """[R, H] states after the rows; their K/V are stored."""
+        embedded = self._ops.rms_norm(self._policy.embedding[token_ids], self._embed_norm, self._eps)
+        mixed = self._fc(torch.cat([embedded, self._ops.rms_norm(state, self._hidden_norm, self._eps)], dim=-1))
+        return self._stack(mixed, *rotary, kv.k, kv.v, plan, plan.row_slots(), plan.row_indices()).hidden
 
     def logits(self, state: Tensor) -> Tensor:
         """[R, Vd] float32."""
-        return self._head(state).float()
+        return self._head(state)
 
 
 class DraftSlots:
