@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rollout_spec_mtp.block.config import BlockConfig
 from rollout_spec_mtp.block.model import BlockModel
@@ -15,13 +15,31 @@ from rollout_spec_mtp.training.packing import pack
 from rollout_spec_mtp.training.protocol import PackedBatch, PolicyParts, SlotLayout
 from rollout_spec_mtp.training.shards import Rollout
 
+VOCAB = 61
 MASK_ID = 60
 BLOCK = 5
 DRAFT_IDS = torch.tensor([31, 2, 3, 7, 40, 8, 12, 50, 21, 33, 59, 1])
 
 
-def tiny_policy(**changes: object) -> nn.Module:
-    return tiny_model("llama", num_hidden_layers=8, **{"initializer_range": 0.2, **changes})
+def tiny_policy(*, tied: bool = False) -> nn.Module:
+    torch.manual_seed(11)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+    )
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return model
 
 
 def block_model(policy: nn.Module, draft_token_ids: Tensor | None = None, *, seed: int = 5, **changes: object) -> BlockModel:

@@ -45,12 +45,12 @@ class Watched(BlockDrafter):
         self.drafts: list[tuple[list[int], Tensor]] = []
         self.trees: list[DraftTree] = []
 
-    def marginals(self, requests: Sequence[RequestView], draft_lengths: Tensor) -> Tensor:
-        log_probs = super().marginals(requests, draft_lengths)
-        for request, length, rows in zip(requests, draft_lengths.tolist(), log_probs, strict=True):
+    def logits(self, requests: Sequence[RequestView], draft_lengths: Tensor) -> Tensor:
+        logits = super().logits(requests, draft_lengths)
+        for request, length, rows in zip(requests, draft_lengths.tolist(), logits, strict=True):
             if length:
-                self.drafts.append((list(request.token_ids), rows))
-        return log_probs
+                self.drafts.append((list(request.token_ids), rows.log_softmax(-1)))
+        return logits
 
     def propose(self, context: DraftContext, budget: Budget) -> DraftTree:
         self.trees.append(super().propose(context, budget))
@@ -173,9 +173,19 @@ def test_a_sampled_chain_carries_the_distributions_it_was_drawn_from() -> None:
             if not count:
                 continue
             assert tree.draft_probs is not None
-            torch.testing.assert_close(tree.draft_probs[request, :count], next(rows)[1][:count].exp(), atol=0, rtol=0)
+            torch.testing.assert_close(tree.draft_probs[request, :count], next(rows)[1][:count].exp(), atol=1e-6, rtol=1e-5)
             assert set(tree.token_ids[request, :count].tolist()) <= set(DRAFT_IDS.tolist())
     assert next(rows, None) is None
+
+
+def test_drafts_follow_the_requests_filters() -> None:
+    policy = tiny_policy()
+    for sampling, allowed in ((SamplingParams(temperature=0.7, top_k=3), 3), (SamplingParams(temperature=0.0), 1)):
+        drafter = Watched(block_model(policy), TorchOps(), Draw.SAMPLED)
+        filtered = [dataclasses.replace(request, sampling=sampling) for request in requests(seed=None)]
+        make_engine(policy, drafter=drafter, controller=FixedBudget(draft_length=3), config={"scheme": Scheme.BLOCK}).generate(filtered)
+        assert len(drafter.drafts) > 20
+        assert all((rows.exp() > 0).sum(1).tolist() == [allowed] * 3 for _, rows in drafter.drafts if len(rows) == 3)
 
 
 def test_budget_widths_and_node_counts_are_kept() -> None:
@@ -207,7 +217,7 @@ def test_requests_without_budget_are_left_out() -> None:
 
 
 def test_new_policy_weights_reach_head_embedding_and_context() -> None:
-    policy, later = tiny_policy(), tiny_policy(tie_word_embeddings=False)
+    policy, later = tiny_policy(), tiny_policy()
     with torch.no_grad():
         for parameter in later.parameters():
             parameter.mul_(1 + 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -319,7 +329,7 @@ def test_wrong_uses_are_named() -> None:
     with pytest.raises(ValueError, match="tree_nodes 4"):
         BlockDrafter(model, TorchOps(), Draw.SAMPLED, tree_nodes=4)
     with pytest.raises(ValueError, match="this very policy"):
-        BLOCK_KIND.serve(model, dataclasses.replace(model.policy), TorchOps(), None)
+        BLOCK_KIND.serve(model, dataclasses.replace(model.policy, module=tiny_policy()), TorchOps(), None)
     drafter = BlockDrafter(model, TorchOps(), Draw.SAMPLED)
     engine = make_engine(policy, drafter=drafter, controller=FixedBudget(draft_length=3, tree_width=(2,)))
     with pytest.raises(ValueError, match="independent draws make chains only"):

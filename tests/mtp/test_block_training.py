@@ -210,6 +210,7 @@ def test_a_few_steps_lower_the_loss_and_leave_the_policy_alone(fusion: str, ids:
         ({"block_size": 1}, "block_size must be from 2"),
         ({"target_layers": [1, 9]}, "distinct layers of the policy's 8"),
         ({"target_layers": [1, 1]}, "distinct layers"),
+        ({"fusion": "per_layer", "target_layers": [3]}, "two or more"),
         ({"fusion": "both"}, "fusion must be one of shared, per_layer"),
         ({"mask_token_id": 61}, "outside the vocabulary of 61"),
         ({"hidden_size": 64}, "hidden_size 64 does not fit the policy's 32"),

@@ -64,6 +64,9 @@ class BlockConfig:
         if not distinct or len(distinct) != len(self.target_layers) or distinct[0] < 0 or distinct[-1] >= self.num_policy_layers:
             raise ValueError(f"target_layers {self.target_layers} must be distinct layers of the policy's {self.num_policy_layers}")
 
+        if self.fusion == PER_LAYER and len(distinct) == 1:
+            raise ValueError("fusion per_layer weighs several target_layers: name two or more, or take fusion shared")
+
     @property
     def num_slots(self) -> int:
         return self.block_size - 1

@@ -17,11 +17,18 @@ from rollout_spec.drafters.ddtree import ddtree
 from rollout_spec.drafters.grow import TreeGrower
 from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.weights import checked
+from rollout_spec.noise import Stream, uniforms
+from rollout_spec.sampling import SamplingParams, process_logits
 from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verdict import Verdict
+from rollout_spec.verify.categorical import inverse_cdf
 from rollout_spec_mtp.block.context import ContextCache, request_slots
 from rollout_spec_mtp.block.model import BlockModel
 from rollout_spec_mtp.block.served import PackedBlock
+
+# A slot's draw is keyed by where the round starts and, in the upper bits, by the slot, so that a position drafted again in a later round
+# gets fresh noise (drafters/grow.py has the reason).
+_LANE = 1 << 40
 
 
 class BlockDrafter:
@@ -31,8 +38,9 @@ class BlockDrafter:
     trees WITHOUT_REPLACEMENT, GUMBEL-coupled chains and trees (all shaped by the budget's widths), and, DETERMINISTIC, the top-1 chain
     for a width of one or the best tree (DDTree) of as many nodes as the widths would give; ``tree_nodes`` sets that number directly.
 
-    Distributions are softmax(logits / the request's temperature); other processors of the target are not applied to drafts. The whole
-    block is always run, as in training, and cut to the budget afterwards.
+    A request's temperature, top-k, top-p and min-p are applied to the drafts as to the target; its penalties, biases and masks are not.
+    Deterministic drafts of a greedy request are ranked at temperature 1: a tree can then hold the runners-up. The whole block is always
+    run, as in training, and cut to the budget afterwards.
 
     Context keys and values are computed once, when the target's states come. After ``update_weights`` requests that are running keep
     the context of the old drafter weights; their drafts stay exact and are judged as any other.
@@ -43,10 +51,11 @@ class BlockDrafter:
     def __init__(self, model: BlockModel, ops: Ops, draw: Draw | None = None, *, tree_nodes: int | None = None) -> None:
         if tree_nodes is not None and (tree_nodes < 1 or draw is not Draw.DETERMINISTIC):
             raise ValueError(f"tree_nodes {tree_nodes}: give 1 or more, and only with deterministic drafts")
-        self._model, self._ops, self._draw, self._tree_nodes = model, ops, draw or Draw.SAMPLED, tree_nodes
+        self._model, self._draw, self._tree_nodes = model, draw or Draw.SAMPLED, tree_nodes
         self._packed = PackedBlock(model, ops)
         self._cache = ContextCache(self._packed.make_slots, margin=model.config.block_size)
         self._head = ops.pack_linear(self._head_weight(), None, torch.float32)
+        self._sampling: dict[str, SamplingParams] = {}  # the part of each request's parameters that drafts follow
         self.vocab_size: int | None = model.policy.vocab_size
         self.needs = DrafterNeeds(hidden_layers=model.config.target_layers, draws=frozenset(Draw))
         self.weights_version = 0
@@ -57,9 +66,15 @@ class BlockDrafter:
 
     def start(self, request: RequestView) -> None:
         self._cache.open(request.request_id)
+        own = request.sampling
+        ranked = self._draw is Draw.DETERMINISTIC and own.temperature == 0
+        self._sampling[request.request_id] = (
+            SamplingParams() if ranked else SamplingParams(temperature=own.temperature, top_k=own.top_k, top_p=own.top_p, min_p=own.min_p)
+        )
 
     def finish(self, request: RequestView) -> None:
         self._cache.close(request.request_id)
+        del self._sampling[request.request_id]
 
     def observe(self, context: DraftContext, tree: DraftTree, verdict: Verdict) -> None:
         pass
@@ -74,7 +89,10 @@ class BlockDrafter:
         budget = dataclasses.replace(budget, draft_lengths=budget.draft_lengths.clamp(max=self._model.num_slots))
         if budget.max_depth == 0:
             return DraftTree.empty(len(context.requests))
-        log_probs = self.marginals(context.requests, budget.draft_lengths)
+        logits = self.logits(context.requests, budget.draft_lengths)
+        if self._draw is Draw.SAMPLED:
+            return self._sampled_chains(context.requests, logits, budget.draft_lengths)
+        log_probs = logits.log_softmax(dim=-1)
         if self._draw is Draw.DETERMINISTIC and (self._tree_nodes is not None or max(budget.tree_width) > 1):
             return self._best_tree(log_probs, budget)
         grower = TreeGrower(context.requests, budget, self._draw, self._model.draft_token_ids)
@@ -85,8 +103,11 @@ class BlockDrafter:
         return grower.tree()
 
     @torch.inference_mode()
-    def marginals(self, requests: Sequence[RequestView], draft_lengths: Tensor) -> Tensor:
-        """[B, K, V] float32 log-distributions of the next K = max(draft_lengths) tokens; rows of requests with length 0 mean nothing."""
+    def logits(self, requests: Sequence[RequestView], draft_lengths: Tensor) -> Tensor:
+        """[B, K, V] float32 logits of the next K = max(draft_lengths) tokens, temperature and filters applied: their softmax is drawn from.
+
+        Rows of requests with length 0 mean nothing.
+        """
         active = draft_lengths.nonzero()[:, 0]
         chosen = [requests[index] for index in active.tolist()]
         for request in chosen:
@@ -100,26 +121,25 @@ class BlockDrafter:
             self._cache.kv,
         )
         depth = int(draft_lengths.max())
-        logits = self._head(hidden[:, :depth].flatten(0, 1))
-        log_probs = self._log_probs(logits, [request.sampling.temperature for request in chosen]).view(len(chosen), depth, -1)
+        raw = self._head(hidden[:, :depth].flatten(0, 1))
+        params = [self._sampling[request.request_id] for request in chosen for _ in range(depth)]
+        processed = process_logits(raw, params).view(len(chosen), depth, -1)
         if len(chosen) == len(requests):
-            return log_probs
-        whole = log_probs.new_zeros(len(requests), *log_probs.shape[1:])
-        whole[active] = log_probs
+            return processed
+        whole = processed.new_zeros(len(requests), *processed.shape[1:])
+        whole[active] = processed
         return whole
 
-    def _log_probs(self, logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-        """[A K, V] log-softmax of the A requests' logits [A K, V] at their temperatures; at 0 all mass on the largest logit.
-
-        Deterministic drafts of a greedy request are ranked at temperature 1: a tree can then hold the runners-up.
-        """
-        scales = torch.tensor([1.0 / temperature if temperature else 1.0 for temperature in temperatures], device=logits.device)
-        log_probs = self._ops.log_softmax_stats(logits, scales.repeat_interleave(logits.shape[0] // len(temperatures))).log_probs
-        greedy = torch.tensor([temperature == 0 for temperature in temperatures], device=logits.device)
-        if self._draw is Draw.DETERMINISTIC or not bool(greedy.any()):
-            return log_probs
-        best = torch.full_like(log_probs, -torch.inf).scatter_(1, logits.argmax(1, keepdim=True), 0.0)
-        return torch.where(greedy.repeat_interleave(logits.shape[0] // len(temperatures))[:, None], best, log_probs)
+    def _sampled_chains(self, requests: Sequence[RequestView], logits: Tensor, lengths: Tensor) -> DraftTree:
+        """One independent draw a slot, from the very probabilities that are handed over."""
+        batch, depth = logits.shape[:2]
+        seeds = [request.seed for request in requests for _ in range(depth)]
+        positions = [request.next_position + slot * _LANE for request in requests for slot in range(depth)]
+        noise = uniforms(seeds, positions, Stream.DRAFT)[:, 0].to(logits.device)
+        probs, ids = logits.softmax(dim=-1), self._model.draft_token_ids
+        columns = inverse_cdf(probs.flatten(0, 1), noise).view(batch, depth)
+        tokens = columns if ids is None else ids[columns]
+        return DraftTree.chains(tokens, lengths, Draw.SAMPLED, draft_probs=probs, draft_token_ids=ids)
 
     def _best_tree(self, log_probs: Tensor, budget: Budget) -> DraftTree:
         lengths = budget.draft_lengths

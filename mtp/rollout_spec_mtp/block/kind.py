@@ -23,7 +23,7 @@ def build(config: Mapping[str, object], policy: PolicyParts, draft_token_ids: Te
 
 def serve(model: Any, policy: PolicyParts, ops: Ops, draw: Draw | None) -> BlockDrafter:
     """The engine's form of a trained model."""
-    if not isinstance(model, BlockModel) or model.policy is not policy:
+    if not isinstance(model, BlockModel) or model.policy.module is not policy.module:
         raise ValueError("the block drafter serves a BlockModel that was built or loaded for this very policy")
     return BlockDrafter(model, ops, draw)
 
