@@ -122,6 +122,7 @@ def test_anchors_are_drawn_per_sequence_from_the_seed() -> None:
         sequences = [(anchor // length, int(batch.sequence_ids.flatten()[anchor])) for anchor in anchors]
         assert [sequences.count(sequence) for sequence in ((0, 0), (0, 1), (1, 0))] == [3, 3, 3]
     assert set().union(*(layout.anchors.tolist() for layout in layouts)) == everything
+    assert set(model.eval().layout(batch, 1).anchors.tolist()) == everything
 
 
 @pytest.mark.parametrize("mask", ["token", "learned"])

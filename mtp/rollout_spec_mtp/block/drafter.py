@@ -51,7 +51,7 @@ class BlockDrafter:
     def __init__(self, model: BlockModel, ops: Ops, draw: Draw | None = None, *, tree_nodes: int | None = None) -> None:
         if tree_nodes is not None and (tree_nodes < 1 or draw is not Draw.DETERMINISTIC):
             raise ValueError(f"tree_nodes {tree_nodes}: give 1 or more, and only with deterministic drafts")
-        self._model, self._draw, self._tree_nodes = model, draw or Draw.SAMPLED, tree_nodes
+        self._model, self._draw, self._tree_nodes = model.eval(), draw or Draw.SAMPLED, tree_nodes
         self._packed = PackedBlock(model, ops)
         self._cache = ContextCache(self._packed.make_slots, margin=model.config.block_size)
         self._head = ops.pack_linear(self._head_weight(), None, torch.float32)

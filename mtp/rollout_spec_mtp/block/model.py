@@ -45,7 +45,9 @@ class BlockModel(nn.Module):
         self.norm.weight.data.copy_(policy.final_norm)
 
     def layout(self, batch: PackedBatch, seed: int) -> SlotLayout:
-        return block_layout(batch, self.config.num_slots, self.config.num_anchors, seed)
+        """num_anchors random anchors of each sequence; in evaluation mode every anchor there is."""
+        num_anchors = self.config.num_anchors if self.training else batch.token_ids.shape[1]
+        return block_layout(batch, self.config.num_slots, num_anchors, seed)
 
     def forward(self, batch: PackedBatch, layout: SlotLayout) -> Tensor:
         """[T, G, H] states that the head is applied to."""
