@@ -159,11 +159,11 @@ def test_accept_probs_of_exact_match_are_the_childrens_mass_and_of_gumbel_what_h
 @pytest.mark.parametrize("scheme", Scheme)
 def test_no_nodes_is_plain_decoding(scheme: Scheme) -> None:
     rows = random_model(50, 1, 3).tables[0].expand(4, 1, -1)
-    plain = verify(DraftTree.empty(4), DenseTarget(rows), CounterNoise([1, 2, 3, 4], [9] * 4, 50), scheme)
+    plain = verify(DraftTree.empty(4), DenseTarget(rows), CounterNoise([1, 2, 3, 4], [9] * 4), scheme)
     assert plain.path.shape == (4, 0)
     assert plain.is_bonus.all()
     other = Scheme.GUMBEL if scheme is Scheme.GUMBEL else Scheme.EXACT_MATCH
-    again = verify(DraftTree.empty(4), DenseTarget(rows), CounterNoise([1, 2, 3, 4], [9] * 4, 50), other)
+    again = verify(DraftTree.empty(4), DenseTarget(rows), CounterNoise([1, 2, 3, 4], [9] * 4), other)
     assert torch.equal(plain.next_token_ids, again.next_token_ids)
 
 
@@ -255,7 +255,7 @@ def test_walks_ask_only_for_rows_they_reach_and_once(scheme: Scheme) -> None:
 @pytest.mark.parametrize("draw", Draw)
 def test_wrong_pairings_are_refused_and_say_what_to_use(scheme: Scheme, draw: Draw) -> None:
     tree = DraftTree.chains(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), draw, torch.tensor([[[0.5, 0.5]]]))
-    target, noise = DenseTarget(torch.full((1, 2, 2), 0.5)), CounterNoise([0], [0], 2)
+    target, noise = DenseTarget(torch.full((1, 2, 2), 0.5)), CounterNoise([0], [0])
     if draw in EXACT_ON[scheme]:
         verify(tree, target, noise, scheme)
         return
@@ -275,7 +275,7 @@ def test_sampled_siblings_are_refused_by_ratio_schemes(scheme: Scheme) -> None:
         draft_probs=torch.full((1, 2, 2), 0.5),
     )
     with pytest.raises(ValueError, match="with siblings"):
-        verify(tree, DenseTarget(torch.full((1, 3, 2), 0.5)), CounterNoise([0], [0], 2), scheme)
+        verify(tree, DenseTarget(torch.full((1, 3, 2), 0.5)), CounterNoise([0], [0]), scheme)
 
 
 @pytest.mark.parametrize("draw", Draw)
@@ -319,11 +319,11 @@ def test_drafts_that_cannot_be_what_was_sampled_are_refused(changes: dict[str, o
 
 def test_batch_sizes_must_agree() -> None:
     with pytest.raises(ValueError, match="3 draft trees for 2 requests"):
-        verify(DraftTree.empty(3), DenseTarget(torch.ones(2, 1, 4) / 4), CounterNoise([0] * 3, [0] * 3, 4), Scheme.GUMBEL)
+        verify(DraftTree.empty(3), DenseTarget(torch.ones(2, 1, 4) / 4), CounterNoise([0] * 3, [0] * 3), Scheme.GUMBEL)
     with pytest.raises(ValueError, match=r"\[B, N \+ 1, V\]"):
         DenseTarget(torch.ones(2, 4))
     with pytest.raises(ValueError, match="one seed and one position"):
-        CounterNoise([0], [0, 1], 4)
+        CounterNoise([0], [0, 1])
 
 
 @pytest.mark.parametrize("scheme", Scheme)

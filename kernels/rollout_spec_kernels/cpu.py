@@ -259,6 +259,43 @@ class CpuOps:
         )
         return noise
 
+    def gumbel_argmax(self, log_probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """[R] int64 argmax_v (log p(v) + G(v)) of log_probs [R, V] float32, lowest token on ties; G is gumbel_noise's of the target."""
+        num_rows, vocab_size = log_probs.shape
+        log_probs = checked("log_probs", log_probs, torch.float32, (num_rows, vocab_size)).contiguous()
+        if not len(seeds) == len(positions) == num_rows:
+            raise ValueError(f"{num_rows} rows need as many seeds and positions; got {len(seeds)} and {len(positions)}")
+        keys = torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64)
+        counters = torch.tensor(list(positions), dtype=torch.int64)
+        token_ids = torch.empty(num_rows, dtype=torch.int64)
+        self._library.rs_gumbel_argmax(
+            log_probs.data_ptr(),
+            keys.data_ptr(),
+            counters.data_ptr(),
+            int(Stream.TARGET),
+            token_ids.data_ptr(),
+            num_rows,
+            vocab_size,
+            torch.get_num_threads(),
+        )
+        return token_ids
+
+    def inverse_cdf(self, log_probs: Tensor, uniforms: Tensor) -> Tensor:
+        """[R] int64: the first token whose cumulative probability exceeds uniforms [R] of the total; log_probs [R, V] float32.
+
+        Raises ValueError if a row has no mass or holds a NaN (rollout_spec.verify.categorical.inverse_cdf).
+        """
+        num_rows, vocab_size = log_probs.shape
+        log_probs = checked("log_probs", log_probs, torch.float32, (num_rows, vocab_size)).contiguous()
+        uniforms = checked("uniforms", uniforms, torch.float64, (num_rows,)).contiguous()
+        token_ids = torch.empty(num_rows, dtype=torch.int64)
+        self._library.rs_inverse_cdf(
+            log_probs.data_ptr(), uniforms.data_ptr(), token_ids.data_ptr(), num_rows, vocab_size, torch.get_num_threads()
+        )
+        if num_rows and int(token_ids.min()) < 0:
+            raise ValueError(f"no distribution to draw from: row {int(token_ids.argmin())} has no mass, or a NaN")
+        return token_ids
+
     def _check_caches(self, k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype) -> tuple[int, int, int, int]:
         """(S, Hkv, C, d) of a layer's caches, whose tokens must be contiguous within a head."""
         num_slots, num_kv_heads, capacity, head_dim = k_cache.shape

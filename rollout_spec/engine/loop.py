@@ -64,12 +64,8 @@ class RoundLoop:
             tree=tree,
             running=ready,
         )
-        noise = CounterNoise(
-            [request.seed for request in ready],
-            [len(request.tokens) for request in ready],
-            self._runner.vocab_size,
-            gumbel_noise=self._runner.ops.gumbel_noise,
-        )
+        positions = [len(request.tokens) for request in ready]
+        noise = CounterNoise([request.seed for request in ready], positions, self._runner.ops.gumbel_argmax)
         verdict = verify(tree, target, noise, scheme)
         verified = time.perf_counter()
         for index in target.failed:
@@ -108,7 +104,6 @@ class RoundLoop:
         for request in ready:
             if not request.drafter_knows:
                 self._drafter.start(request.view)
-                self._states.begin(request)
                 request.drafter_knows = True
         needs_target = self._drafter.needs.run_target
         context = DraftContext(

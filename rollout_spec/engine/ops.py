@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.stack import DecoderLayer, LayerOps, LayerStack, Linear, StackResult
-from rollout_spec.noise import Stream, gumbel_noise
+from rollout_spec.verify.categorical import draw_tokens
+from rollout_spec.verify.randomness import keyed_gumbel_argmax
 
 
 class Stack(Protocol):
@@ -58,9 +59,9 @@ class Ops(LayerOps, Protocol):
 
     def log_softmax_stats(self, logits: Tensor, inv_temperatures: Tensor) -> LogSoftmaxStats: ...  # [R, V] any float, [R]
 
-    def gumbel_noise(
-        self, seeds: Sequence[int], positions: Sequence[int], vocab_size: int, stream: Stream = Stream.TARGET
-    ) -> Tensor: ...  # [R, V] float32: rollout_spec.noise.gumbel_noise
+    def inverse_cdf(self, log_probs: Tensor, uniforms: Tensor) -> Tensor: ...  # [R, V] float32, [R] float64 -> [R] tokens
+
+    def gumbel_argmax(self, log_probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor: ...  # [R, V], [R], [R] -> [R]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,8 +131,11 @@ class TorchOps:
         finite = log_probs.clamp_min(torch.finfo(log_probs.dtype).min)
         return TorchLogSoftmaxStats(log_probs=log_probs, entropies=-torch.linalg.vecdot(log_probs.exp(), finite))
 
-    def gumbel_noise(self, seeds: Sequence[int], positions: Sequence[int], vocab_size: int, stream: Stream = Stream.TARGET) -> Tensor:
-        return gumbel_noise(seeds, positions, vocab_size, stream)
+    def inverse_cdf(self, log_probs: Tensor, uniforms: Tensor) -> Tensor:
+        return draw_tokens(log_probs, uniforms)
+
+    def gumbel_argmax(self, log_probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+        return keyed_gumbel_argmax(log_probs, seeds, positions)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

@@ -39,6 +39,9 @@ class StateBuffer:
     def begin(self, request: RunningRequest) -> None:
         """A request enters its first round: the drafter gets the states of all tokens computed so far."""
         self._begun.add(request.request_id)
+        if self.layers and request.slot is not None and not request.num_cached:
+            # A prompt of one token: the slot holds no state, and what it will hold must not be shared as if it had states.
+            request.slot.taps = dict.fromkeys(self.layers, torch.empty(0))
         if self.layers and request.slot is not None and request.num_cached:
             assert all(tap.shape[0] == request.num_cached for tap in request.slot.taps.values())
             self._pending[request.request_id] = [(torch.arange(request.num_cached), dict(request.slot.taps))]

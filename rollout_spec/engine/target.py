@@ -71,6 +71,10 @@ class LogitsTarget:
             out[asked] = self._log_probs[chunk][self._index[rows[asked]]]
         return out
 
+    def draw(self, log_probs: Tensor, uniforms: Tensor) -> Tensor:
+        """[R] int64 tokens by inverse CDF, on the model's operations."""
+        return self._ops.inverse_cdf(log_probs, uniforms)
+
     def score(self, requests: Tensor, nodes: Tensor, token_ids: Tensor) -> TokenScores:
         """Log-probabilities of tokens sampled at the nodes, and the entropy there, each [Q] float32."""
         rows = self._row_offsets[requests] + nodes + 1

@@ -67,6 +67,12 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor, fallback: Tensor | None = Non
     return block * _BLOCK + (inside <= level[:, None]).sum(-1)
 
 
+def draw_tokens(log_probs: Tensor, uniforms: Tensor) -> Tensor:
+    """[R] int64: inverse_cdf of rows given by their logarithms, a few rows at a time."""
+    parts = [inverse_cdf(log_probs[part].exp(), uniforms[part]) for part in row_slices(uniforms, log_probs.shape[1])]
+    return torch.cat(parts) if parts else torch.empty_like(uniforms, dtype=torch.int64)
+
+
 def _below(level: Tensor, total: Tensor) -> Tensor:
     """level, or the next number below total if it is not smaller than total."""
     return torch.minimum(level, torch.nextafter(total, torch.zeros_like(total)))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rollout_spec.tree import NO_PARENT, DraftTree
 from rollout_spec.verdict import Verdict
-from rollout_spec.verify.categorical import gumbel_argmax, inverse_cdf, row_slices
 from rollout_spec.verify.randomness import VerifyNoise
 from rollout_spec.verify.target import TargetRows
 from rollout_spec.verify.trace import Trace
@@ -29,9 +28,7 @@ def exact_match(tree: DraftTree, target: TargetRows, noise: VerifyNoise) -> Verd
     """
 
     def draw(requests: Tensor, depths: Tensor, log_probs: Tensor) -> Tensor:
-        uniforms = noise.recover(requests, depths)
-        parts = row_slices(requests, log_probs.shape[1])
-        return torch.cat([inverse_cdf(log_probs[part].exp(), uniforms[part]) for part in parts])
+        return target.draw(log_probs, noise.recover(requests, depths))
 
     return _follow(tree, target, draw, realised=False)
 
@@ -43,11 +40,7 @@ def gumbel(tree: DraftTree, target: TargetRows, noise: VerifyNoise) -> Verdict:
     log q + G with the same G is right with probability sum_x 1 / sum_u max(p_u / p_x, q_u / q_x) >= (1 - TV) / (1 + TV) for k = 1.
     """
 
-    def draw(requests: Tensor, depths: Tensor, log_probs: Tensor) -> Tensor:
-        parts = row_slices(requests, log_probs.shape[1])
-        return torch.cat([gumbel_argmax(log_probs[part], noise.gumbel(requests[part], depths[part])) for part in parts])
-
-    return _follow(tree, target, draw, realised=True)
+    return _follow(tree, target, noise.gumbel_argmax, realised=True)
 
 
 def _follow(tree: DraftTree, target: TargetRows, draw: _DrawTokens, *, realised: bool) -> Verdict:

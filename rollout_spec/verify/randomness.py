@@ -12,8 +12,19 @@ import torch
 from torch import Tensor
 
 from rollout_spec.noise import Stream, gumbel_noise, uniforms
+from rollout_spec.verify.categorical import gumbel_argmax, row_slices
 
-GumbelNoise = Callable[[Sequence[int], Sequence[int], int, Stream], Tensor]  # seeds [R], positions [R], V, stream -> [R, V]
+# (log_probs [R, V], seeds [R], positions [R]) -> [R] int64: keyed_gumbel_argmax, or a kernel that draws the same bits
+KeyedArgmax = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
+
+
+def keyed_gumbel_argmax(log_probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """[R] int64: the race of log_probs [R, V] with noise.gumbel_noise of the TARGET stream, a few rows at a time."""
+    parts = []
+    for part in row_slices(log_probs, log_probs.shape[1]):
+        noise = gumbel_noise(seeds[part], positions[part], log_probs.shape[1], Stream.TARGET).to(log_probs.device)
+        parts.append(gumbel_argmax(log_probs[part], noise))
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=log_probs.device)
 
 
 class VerifyNoise(Protocol):
@@ -25,14 +36,14 @@ class VerifyNoise(Protocol):
     def recover(self, requests: Tensor, depths: Tensor) -> Tensor:
         """[R] float64 uniforms in [0, 1) from which recovered, bonus and exactly matched tokens are drawn."""
 
-    def gumbel(self, requests: Tensor, depths: Tensor) -> Tensor:
-        """[R, V] standard Gumbel noise of the target."""
+    def gumbel_argmax(self, requests: Tensor, depths: Tensor, log_probs: Tensor) -> Tensor:
+        """[R] int64: argmax_v (log p(v) + G(v)) of log_probs [R, V], G the target's standard Gumbel noise of that request and depth."""
 
 
 class CounterNoise:
     """Noise of one round as a function of each request's seed and the absolute position of the round's first token.
 
-    A token's own draw (``recover``, ``gumbel``) is keyed by the token's absolute position: it is used once, by the round that
+    A token's own draw (``recover``, ``gumbel_argmax``) is keyed by the token's absolute position: it is used once, by the round that
     emits the token, so any way of cutting a text into rounds draws the same numbers.
 
     Acceptance tests are keyed by where the *round* starts, then by (depth, trial) within it. They must not be keyed by the absolute
@@ -44,13 +55,11 @@ class CounterNoise:
         self,
         seeds: Sequence[int],
         positions: Sequence[int],
-        vocab_size: int,
-        gumbel_noise: GumbelNoise = gumbel_noise,
+        gumbel_argmax: KeyedArgmax = keyed_gumbel_argmax,
     ) -> None:
         if len(seeds) != len(positions):
             raise ValueError(f"one seed and one position for each request; got {len(seeds)} and {len(positions)}")
-        self._seeds, self._positions, self._vocab_size = seeds, positions, vocab_size
-        self._gumbel_noise = gumbel_noise  # noise.gumbel_noise, or a kernel that draws the same bits
+        self._seeds, self._positions, self._gumbel_argmax = seeds, positions, gumbel_argmax
         self._accept = torch.empty(len(seeds), 0, dtype=torch.float64)
 
     def accept(self, requests: Tensor, depths: Tensor, trial: int) -> Tensor:
@@ -66,9 +75,9 @@ class CounterNoise:
         """[R] the RECOVER stream at the tokens' absolute positions."""
         return uniforms(*self._keys(requests, depths), Stream.RECOVER)[:, 0].to(depths.device)
 
-    def gumbel(self, requests: Tensor, depths: Tensor) -> Tensor:
-        """[R, V] float32, the TARGET stream at the tokens' absolute positions: the noise Gumbel-coupled drafters use too."""
-        return self._gumbel_noise(*self._keys(requests, depths), self._vocab_size, Stream.TARGET).to(depths.device)
+    def gumbel_argmax(self, requests: Tensor, depths: Tensor, log_probs: Tensor) -> Tensor:
+        """[R] int64, with the TARGET stream at the tokens' absolute positions: the noise Gumbel-coupled drafters use too."""
+        return self._gumbel_argmax(log_probs, *self._keys(requests, depths))
 
     def _keys(self, requests: Tensor, depths: Tensor) -> tuple[list[int], list[int]]:
         rows = requests.tolist()
@@ -92,6 +101,6 @@ class DenseNoise:
         assert self._recover is not None, "no recovery uniforms were given"
         return self._recover[requests, depths]
 
-    def gumbel(self, requests: Tensor, depths: Tensor) -> Tensor:
+    def gumbel_argmax(self, requests: Tensor, depths: Tensor, log_probs: Tensor) -> Tensor:
         assert self._gumbel is not None, "no Gumbel noise was given"
-        return self._gumbel[requests, depths]
+        return gumbel_argmax(log_probs, self._gumbel[requests, depths])

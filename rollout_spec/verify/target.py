@@ -10,6 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rollout_spec.verify.categorical import draw_tokens
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenScores:
@@ -35,6 +37,9 @@ class TargetRows(Protocol):
         The caller does not modify the result.
         """
 
+    def draw(self, log_probs: Tensor, uniforms: Tensor) -> Tensor:
+        """[R] int64: one token a row of log_probs [R, V] (rows that log_probs returned) by inverse CDF from uniforms [R] float64."""
+
     def score(self, requests: Tensor, nodes: Tensor, token_ids: Tensor) -> TokenScores | None:
         """Scores of token_ids [R] emitted after nodes [R]; None if the model's own logits are unknown."""
 
@@ -51,6 +56,10 @@ class DenseTarget:
     def log_probs(self, requests: Tensor, nodes: Tensor) -> Tensor:
         """[R, V] logarithms of the rows."""
         return self.target_probs[requests, nodes + 1].log()
+
+    def draw(self, log_probs: Tensor, uniforms: Tensor) -> Tensor:
+        """[R] int64 by categorical.inverse_cdf."""
+        return draw_tokens(log_probs, uniforms)
 
     def score(self, requests: Tensor, nodes: Tensor, token_ids: Tensor) -> TokenScores | None:  # noqa: ARG002 - the protocol's signature
         """None: probabilities do not tell the model's own logits."""

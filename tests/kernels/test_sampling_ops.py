@@ -73,3 +73,43 @@ def test_gumbel_noise_comes_from_the_same_bits(ops: CpuOps, stream: Stream, voca
 def test_gumbel_noise_needs_a_position_for_each_seed(ops: CpuOps) -> None:
     with pytest.raises(ValueError, match="one length; got 2 and 1"):
         ops.gumbel_noise([1, 2], [0], 10)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 64, 257, 1000, 49152])
+def test_the_race_is_won_by_the_largest_sum_of_its_own_noise(ops: CpuOps, vocab_size: int) -> None:
+    log_probs = torch.randn(7, vocab_size, generator=torch.Generator().manual_seed(1)).mul_(3).log_softmax(-1)
+    log_probs[2, : vocab_size // 2] = -torch.inf
+    seeds, positions = [1, -5, 2**63, 4, 5, 6, 7], [0, 1, 2**40, 3, 4, 5, 6]
+    wanted = (log_probs + ops.gumbel_noise(seeds, positions, vocab_size)).argmax(-1)
+    assert torch.equal(ops.gumbel_argmax(log_probs, seeds, positions), wanted)
+    point = torch.full((1, vocab_size), -torch.inf)
+    point[0, vocab_size - 1] = 0.0
+    assert ops.gumbel_argmax(point, [3], [9]).tolist() == [vocab_size - 1]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 256, 257, 1000, 49152])
+def test_inverse_cdf_agrees_with_a_float64_sum(ops: CpuOps, vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    log_probs = torch.randn(200, vocab_size, generator=generator).mul_(3).log_softmax(-1)
+    log_probs[:50, vocab_size // 3 : vocab_size // 2] = -torch.inf
+    uniforms = torch.rand(200, generator=generator, dtype=torch.float64)
+    tokens = ops.inverse_cdf(log_probs, uniforms)
+    cumulative = log_probs.double().exp().cumsum(-1)
+    level = uniforms * cumulative[:, -1]
+    # float32 exponentials and block sums: the level may fall on the other side of an edge only within their rounding.
+    slack = 1e-6 * cumulative[:, -1]
+    above = cumulative.gather(1, tokens[:, None])[:, 0]
+    below = above - log_probs.double().exp().gather(1, tokens[:, None])[:, 0]
+    assert bool((below <= level + slack).all())
+    assert bool((above >= level - slack).all())
+    assert bool((log_probs.gather(1, tokens[:, None]) > -torch.inf).all())
+
+
+def test_inverse_cdf_never_runs_off_either_end(ops: CpuOps) -> None:
+    log_probs = torch.full((4, 700), -torch.inf)
+    log_probs[:, 300:302] = torch.tensor([0.5, 0.5]).log()
+    uniforms = torch.tensor([0.0, 0.49, 0.51, 1 - 2.0**-53], dtype=torch.float64)
+    assert ops.inverse_cdf(log_probs, uniforms).tolist() == [300, 300, 301, 301]
+    for bad in (torch.full((1, 9), -torch.inf), torch.full((1, 9), torch.nan)):
+        with pytest.raises(ValueError, match="row 0 has no mass"):
+            ops.inverse_cdf(bad, torch.zeros(1, dtype=torch.float64))

@@ -175,8 +175,79 @@ void gumbel_noise(const int64_t* seeds, const int64_t* positions, int64_t stream
   }
 }
 
+// argmax_v (log p(v) + G(v)) of one row, lowest token on ties, with the noise of gumbel_noise and without storing it.
+int64_t gumbel_argmax(const float* log_probs, uint64_t seed, uint64_t stream, uint64_t position, int64_t vocab) {
+  Vec best = splat(-kInfinity);
+  VecInt where = {};
+  for (int64_t begin = 0; begin < vocab; begin += 8 * kBlocks) {
+    uint64_t words[4 * kBlocks];
+    philox(seed, stream, position, begin / 8, words);
+    for (int64_t v = begin; v < std::min(vocab, begin + 8 * kBlocks); v += kLanes) {
+      const int64_t here = std::min<int64_t>(kLanes, vocab - v);
+      Vec score = load_first(log_probs + v, here) + gumbel(load_bytes<VecWord>((const uint32_t*)words + v - begin));
+      if (here < kLanes) score = iota() < (int32_t)here ? score : splat(-kInfinity);
+      const VecInt wins = score > best;
+      best = wins ? score : best;
+      where = wins ? iota() + (int32_t)v : where;
+    }
+  }
+  int64_t winner = where[0];
+  float most = best[0];
+  for (int lane = 1; lane < kLanes; ++lane)
+    if (best[lane] > most || (best[lane] == most && where[lane] < winner)) most = best[lane], winner = where[lane];
+  return winner;
+}
+
+constexpr int64_t kBlockSize = 256;  // tokens of one cumulative sum
+
+// The first token whose cumulative probability exceeds uniform * total, in token order; -1 if the row has no mass or a NaN. The level
+// stays below the total and a token of zero probability is never returned (verify.categorical.inverse_cdf says why that matters).
+int64_t inverse_cdf(const float* log_probs, double uniform, int64_t vocab, std::vector<double>& edges) {
+  edges.clear();
+  double total = 0;
+  for (int64_t begin = 0; begin < vocab; begin += kBlockSize) {
+    Vec weight = {};
+    for (int64_t v = begin; v < std::min(vocab, begin + kBlockSize); v += kLanes) {
+      const int64_t here = std::min<int64_t>(kLanes, vocab - v);
+      Vec e = exp(load_first(log_probs + v, here));
+      if (here < kLanes) e = iota() < (int32_t)here ? e : Vec{};
+      weight += e;
+    }
+    total += sum_lanes(weight);
+    edges.push_back(total);
+  }
+  if (!(total > 0 && total < std::numeric_limits<double>::infinity())) return -1;
+  const double level = std::min(uniform * total, std::nextafter(total, 0.0));
+  const int64_t block = std::upper_bound(edges.begin(), edges.end(), level) - edges.begin();
+  double sum = block ? edges[block - 1] : 0;
+  int64_t last = -1;  // absorbs what the block's own sum rounds differently
+  for (int64_t v = block * kBlockSize; v < std::min(vocab, (block + 1) * kBlockSize); ++v) {
+    const float weight = exp(splat(log_probs[v]))[0];
+    if (weight > 0) last = v;
+    sum += weight;
+    if (sum > level) break;
+  }
+  return last;
+}
+
 }  // namespace
 }  // namespace rs
+
+RS_EXPORT void rs_gumbel_argmax(const float* log_probs, const int64_t* seeds, const int64_t* positions, int64_t stream, int64_t* token_ids,
+                                int64_t num_rows, int64_t vocab, int threads) {
+#pragma omp parallel for num_threads(rs::threads_for(num_rows * vocab * 4, threads)) schedule(dynamic)
+  for (int64_t row = 0; row < num_rows; ++row)
+    token_ids[row] = rs::gumbel_argmax(log_probs + row * vocab, seeds[row], stream, positions[row], vocab);
+}
+
+RS_EXPORT void rs_inverse_cdf(const float* log_probs, const double* uniforms, int64_t* token_ids, int64_t num_rows, int64_t vocab, int threads) {
+#pragma omp parallel num_threads(rs::threads_for(num_rows * vocab, threads))
+  {
+    std::vector<double> edges;
+#pragma omp for schedule(dynamic)
+    for (int64_t row = 0; row < num_rows; ++row) token_ids[row] = rs::inverse_cdf(log_probs + row * vocab, uniforms[row], vocab, edges);
+  }
+}
 
 RS_EXPORT void rs_log_softmax_stats(int is_bf16, const void* logits, const float* inv_temperatures, float* log_probs, float* entropies,
                                     int64_t num_rows, int64_t vocab, int threads) {

@@ -38,7 +38,7 @@ def decode(
         positions = [5 + len(output) for output in outputs]
         tree = propose(last, positions, seeds) if propose else DraftTree.empty(len(seeds))
         contexts = torch.cat([last[:, None], tree.token_ids], dim=1)
-        verdict = verify(tree, DenseTarget(target[contexts]), CounterNoise(seeds, positions, target.shape[0]), scheme)
+        verdict = verify(tree, DenseTarget(target[contexts]), CounterNoise(seeds, positions), scheme)
         for output, tokens in zip(outputs, verdict.emitted(tree).tolist(), strict=True):
             output += [token for token in tokens if token >= 0]
         num_rounds += 1

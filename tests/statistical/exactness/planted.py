@@ -33,7 +33,7 @@ def lenient(verify: VerifyFn) -> VerifyFn:
     """Accepts as if every ratio were 5 % larger."""
 
     def buggy(tree: DraftTree, target: TargetRows, noise: VerifyNoise, scheme: Scheme) -> Verdict:
-        easy = _Wrapped(lambda requests, depths, trial: noise.accept(requests, depths, trial) / 1.05, noise.recover, noise.gumbel)
+        easy = _Wrapped(lambda requests, depths, trial: noise.accept(requests, depths, trial) / 1.05, noise.recover, noise.gumbel_argmax)
         return verify(tree, target, easy, scheme)
 
     return buggy
@@ -100,22 +100,22 @@ def pruning(make: Callable[[TableModel], Drafter], threshold: float = 0.25) -> C
 
 def shared_with_recovery(seeds: list[int], positions: list[int], vocab_size: int, draft_uniforms: Tensor) -> VerifyNoise:
     """Recovered tokens are drawn with the uniform that drew the root's first child."""
-    noise = CounterNoise(seeds, positions, vocab_size)
-    return _Wrapped(noise.accept, lambda requests, depths: draft_uniforms[requests, 0], noise.gumbel)
+    noise = CounterNoise(seeds, positions)
+    return _Wrapped(noise.accept, lambda requests, depths: draft_uniforms[requests, 0], noise.gumbel_argmax)
 
 
 def shared_with_acceptance(seeds: list[int], positions: list[int], vocab_size: int, draft_uniforms: Tensor) -> VerifyNoise:
     """Acceptance is tested with the uniform that drew the root's first child."""
-    noise = CounterNoise(seeds, positions, vocab_size)
-    return _Wrapped(lambda requests, depths, trial: draft_uniforms[requests, 0], noise.recover, noise.gumbel)
+    noise = CounterNoise(seeds, positions)
+    return _Wrapped(lambda requests, depths, trial: draft_uniforms[requests, 0], noise.recover, noise.gumbel_argmax)
 
 
 def keyed_by_token(seeds: list[int], positions: list[int], vocab_size: int, draft_uniforms: Tensor) -> VerifyNoise:
     """Acceptance keyed by the absolute position of the token under test, so that rounds test the same uniforms again."""
-    noise = CounterNoise(seeds, positions, vocab_size)
+    noise = CounterNoise(seeds, positions)
 
     def accept(requests: Tensor, depths: Tensor, trial: int) -> Tensor:
         at = [(seeds[row], positions[row] + depth) for row, depth in zip(requests.tolist(), depths.tolist(), strict=True)]
         return uniforms([seed for seed, _ in at], [position for _, position in at], Stream.ACCEPT, trial + 1)[:, trial]
 
-    return _Wrapped(accept, noise.recover, noise.gumbel)
+    return _Wrapped(accept, noise.recover, noise.gumbel_argmax)

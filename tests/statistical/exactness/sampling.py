@@ -23,7 +23,7 @@ MakeNoise = Callable[[list[int], list[int], int, Tensor], VerifyNoise]
 
 
 def counter_noise(seeds: list[int], positions: list[int], vocab_size: int, draft_uniforms: Tensor) -> VerifyNoise:
-    return CounterNoise(seeds, positions, vocab_size)
+    return CounterNoise(seeds, positions)
 
 
 def dense_gumbel_noise(seeds: list[int], positions: list[int], vocab_size: int, draft_uniforms: Tensor) -> VerifyNoise:
