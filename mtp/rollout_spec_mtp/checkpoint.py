@@ -91,17 +91,22 @@ def replace_directory(new: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """A drafter directory's config.json. ValueError if it is not one."""
+def read_json(directory: Path) -> Any:
+    """What a directory's config.json holds. ValueError if there is none, or it is no JSON."""
     path = directory / CONFIG
     old = directory.with_name(f".{directory.name}.old")
     if not path.exists():
         hint = f"; an interrupted save left the earlier one in {old}" if old.exists() else ""
         raise ValueError(f"{directory} is no drafter's directory: it has no {CONFIG}{hint}")
     try:
-        config = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """A drafter directory's config.json. ValueError if it is not one."""
+    config, path = read_json(directory), directory / CONFIG
     if not isinstance(config, dict) or "kind" not in config or "format_version" not in config:
         raise ValueError(f"{path} does not describe a drafter (no kind and format_version)")
     if config["format_version"] != FORMAT_VERSION:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ _Set = Annotated[list[str] | None, typer.Option("--set", help="Override of one s
 
 
 class _ConsoleDisplay:
-    """Progress bars with the time left, on standard error."""
+    """Progress bars with the time left on standard error; in a log, a line at every tenth of the work."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -37,9 +38,16 @@ class _ConsoleDisplay:
 
     def bar(self, name: str, total: int, done: int) -> Callable[[int, str], None]:
         task = self._progress.add_task(name, total=total, completed=done)
+        began, tenth = time.perf_counter(), 10 * done // total
 
         def update(now: int, note: str) -> None:
+            nonlocal tenth
             self._progress.update(task, completed=now, description=f"{name}  {note}")
+            if not _console.is_terminal and 10 * now // total > tenth:
+                tenth = 10 * now // total
+                passed = time.perf_counter() - began
+                left = passed * (total - now) / max(now - done, 1)
+                self.say(f"{name} {now}/{total}  {note}  {passed:.0f} s, about {max(left, 0):.0f} s left")
 
         return update
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from rollout_spec_mtp.block.kind import BLOCK_KIND
 from rollout_spec_mtp.mtp.kind import MTP
 from rollout_spec_mtp.training.protocol import DrafterKind
 
-KINDS: dict[str, DrafterKind] = {kind.name: kind for kind in (MTP,)}
+KINDS: dict[str, DrafterKind] = {kind.name: kind for kind in (MTP, BLOCK_KIND)}
 
 
 def kind_of(name: object) -> DrafterKind:

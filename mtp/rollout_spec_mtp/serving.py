@@ -11,7 +11,7 @@ from rollout_spec.drafter import Drafter
 from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.runner import CausalLM
 from rollout_spec.tree import Draw
-from rollout_spec_mtp.checkpoint import VOCABULARY, WEIGHTS, check_policy, check_vocabulary, load_checked, read_config, read_tensors
+from rollout_spec_mtp.checkpoint import VOCABULARY, WEIGHTS, check_policy, check_vocabulary, load_checked, read_config, read_json, read_tensors
 from rollout_spec_mtp.kinds import KINDS, kind_of
 from rollout_spec_mtp.training.protocol import PolicyParts
 
@@ -29,6 +29,7 @@ def load_trained(directory: Path, policy: PolicyParts) -> Any:
     Raises ValueError if it is no drafter's directory, is of another format or policy, or a tensor of it is missing, unexpected,
     misshapen, all zero or not finite (each is named).
     """
+    read_json(directory)  # before anyone asks whose layout it is
     for kind in KINDS.values():
         if kind.recognises is not None and kind.load_foreign is not None and kind.recognises(directory):
             return kind.load_foreign(directory, policy)

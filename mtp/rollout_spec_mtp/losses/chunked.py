@@ -124,7 +124,9 @@ def chunked_loss(
 def chunked_stats(batch: DraftBatch, extras: frozenset[Extra] = frozenset(), *, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> SlotStats:
     """Slot statistics of the batch, differentiable in ``batch.student_hidden`` only; the backward pass computes logits again."""
     if batch.target_lse is not None and Extra.TARGET_ENTROPIES in extras:
-        raise ValueError("target entropies need the whole rows of target logits: leave target_lse out, or take them from where it came from")
+        raise ValueError(
+            "target entropies need the whole rows of target logits: leave target_lse out, or take them from where it came from"
+        )
     names = _stat_names(extras)
     values = _RecomputedStats.apply(batch.student_hidden, batch, extras, chunk_bytes)  # type: ignore[no-untyped-call]
     return SlotStats(valid=batch.valid, **dict(zip(names, values, strict=True)))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rollout_spec.engine.kv import KVSlots
 from rollout_spec.engine.ops import Ops
-from rollout_spec.engine.stack import DecoderLayer, Linear
 from rollout_spec.engine.plan import AttentionPlan
+from rollout_spec.engine.stack import DecoderLayer, Linear
 from rollout_spec_mtp.mtp.model import MTPModel
 
 _CAPACITY_STEP = 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from accelerate import Accelerator
 from rollout_spec.engine.load import LoadedModel, load_model, make_runner
 from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.runner import ModelRunner
+from rollout_spec.events import EventSink
 from rollout_spec.prompts import Prompt, load_prompts
 from rollout_spec.sinks import JsonlSink
 from rollout_spec_mtp.configs import to_mapping
@@ -100,22 +102,38 @@ def run_training(
     layers = _hidden_layers(config, workplace.policy)
     with accelerator.main_process_first():
         rollouts = run_collect(workplace, config.collect, layers, out / "rollouts", display)
-    trainer, model = make_trainer(config, workplace.policy, rollouts, accelerator, out)
-    start = trainer.resume() if resume else 0
-    if config.train.trackers:
-        accelerator.init_trackers("rollout_spec", config=_flat(settings))
-    parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    display.say(f"{len(rollouts)} sequences, {trainer.num_steps} steps from step {start}, drafter of {parameters:.1f} M parameters")
-    update = display.bar("train", trainer.num_steps, start)
-    trainer.run(lambda step, metrics: update(step, f"loss {metrics['loss']:.3f}  length {1 + metrics['rejection_length_estimate']:.2f}"))
-    accelerator.end_training()
+    with contextlib.closing(JsonlSink(out / "train.jsonl")) as sink:
+        trainer = _train(config, workplace.policy, rollouts, accelerator, sink, out, display, resume=resume)
     if not accelerator.is_main_process:
         return {}
     return run_evaluation(config, workplace, out, trainer.evaluate(), display)
 
 
+def _train(
+    config: TrainConfig,
+    policy: PolicyParts,
+    rollouts: RolloutSet,
+    accelerator: Accelerator,
+    sink: EventSink,
+    out: Path,
+    display: Display,
+    *,
+    resume: bool,
+) -> Trainer:
+    trainer, model = make_trainer(config, policy, rollouts, accelerator=accelerator, sink=sink, out=out)
+    start = trainer.resume() if resume else 0
+    if config.train.trackers:
+        accelerator.init_trackers("rollout_spec", config=_flat(to_mapping(config)))
+    parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    display.say(f"{len(rollouts)} sequences, {trainer.num_steps} steps from step {start}, drafter of {parameters:.1f} M parameters")
+    update = display.bar("train", trainer.num_steps, start)
+    trainer.run(lambda step, metrics: update(step, f"loss {metrics['loss']:.3f}  length {1 + metrics['rejection_length_estimate']:.2f}"))
+    accelerator.end_training()
+    return trainer
+
+
 def make_trainer(
-    config: TrainConfig, policy: PolicyParts, rollouts: RolloutSet, accelerator: Accelerator, out: Path
+    config: TrainConfig, policy: PolicyParts, rollouts: RolloutSet, *, accelerator: Accelerator, sink: EventSink, out: Path
 ) -> tuple[Trainer, Any]:
     """A trainer at step 0 with a fresh drafter."""
     training, held_out = split_held_out(rollouts, config.evaluate.held_out)
@@ -132,7 +150,7 @@ def make_trainer(
         batches=Batches(rollouts, training, row_tokens=options.row_tokens, seed=options.seed),
         held_out=Batches(rollouts, held_out, row_tokens=options.row_tokens, seed=options.seed),
         accelerator=accelerator,
-        sink=JsonlSink(out / "train.jsonl"),
+        sink=sink,
         out=out,
     )
     return trainer, model
