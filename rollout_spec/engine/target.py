@@ -62,7 +62,7 @@ class LogitsTarget:
         """[Q, V] float32 log-probabilities of the processed target after the nodes (NO_PARENT = the root)."""
         rows = self._row_offsets[requests] + nodes + 1
         self._ensure(rows)
-        chunks = torch.unique(self._chunk[rows]).tolist()
+        chunks = self._chunks_of(rows)
         if len(chunks) == 1:
             return _take(self._log_probs[chunks[0]], self._index[rows])
         out = torch.empty(rows.numel(), self.vocab_size)
@@ -79,24 +79,37 @@ class LogitsTarget:
         """Log-probabilities of tokens sampled at the nodes, and the entropy there, each [Q] float32."""
         rows = self._row_offsets[requests] + nodes + 1
         self._ensure(rows)
+        chunks = self._chunks_of(rows)
+        if len(chunks) == 1:
+            return self._score_chunk(chunks[0], self._index[rows], token_ids)
         raw, processed, entropies = torch.empty(3, rows.numel()).unbind()
-        for chunk in torch.unique(self._chunk[rows]).tolist():
+        for chunk in chunks:
             asked = self._chunk[rows] == chunk
-            index, tokens = self._index[rows[asked]], token_ids[asked]
-            processed[asked] = self._log_probs[chunk][index, tokens]
-            entropies[asked] = self._entropies[chunk][index]
-            if self._raw_is_processed:
-                raw[asked] = processed[asked]
-            else:
-                logits = _take(self._raw[chunk], index).float()
-                raw[asked] = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
+            scores = self._score_chunk(chunk, self._index[rows[asked]], token_ids[asked])
+            raw[asked], processed[asked], entropies[asked] = scores.raw_logprobs, scores.processed_logprobs, scores.entropies
         return TokenScores(raw_logprobs=raw, processed_logprobs=processed, entropies=entropies)
 
+    def _score_chunk(self, chunk: int, index: Tensor, token_ids: Tensor) -> TokenScores:
+        processed = raw = self._log_probs[chunk][index, token_ids]
+        if not self._raw_is_processed:
+            logits = _take(self._raw[chunk], index).float()
+            raw = logits.gather(1, token_ids[:, None])[:, 0] - logits.logsumexp(dim=-1)
+        return TokenScores(raw_logprobs=raw, processed_logprobs=processed, entropies=self._entropies[chunk][index])
+
+    def _chunks_of(self, rows: Tensor) -> list[int]:
+        """The chunks that hold the rows; most rounds have one."""
+        if len(self._log_probs) == 1:
+            return [0]
+        chunks: list[int] = torch.unique(self._chunk[rows]).tolist()
+        return chunks
+
     def _ensure(self, rows: Tensor) -> None:
+        if not self._log_probs and self._hidden.shape[0] <= EAGER_ROWS:
+            self._compute(torch.arange(self._hidden.shape[0]))
+            return
         missing = rows[self._chunk[rows] < 0]
         if missing.numel():
-            few = not self._log_probs and self._hidden.shape[0] <= EAGER_ROWS
-            self._compute(torch.arange(self._hidden.shape[0]) if few else torch.unique(missing))
+            self._compute(torch.unique(missing))
 
     def _compute(self, rows: Tensor) -> None:
         """Logits and processed log-probabilities of more rows."""
