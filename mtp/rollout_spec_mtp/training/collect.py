@@ -109,7 +109,9 @@ class Collector:
         folder: Path,
         model: str,
     ) -> None:
-        self._config, self._policy = config, policy
+        self._config = config
+        # In float32, which is also faster than bfloat16 in products this large on most CPUs.
+        self._head = policy.head.float()
         layers = tuple(sorted({-1, *hidden_layers}))
         settings = {
             "model": model,
@@ -209,7 +211,7 @@ class Collector:
         assert hidden[-1].shape[0] == length - 1, "the engine ended a request before its last state was handed over"
         lse, entropies = torch.zeros(length - 1), torch.zeros(length - 1)
         lse[num_prompt - 1 :], entropies[num_prompt - 1 :] = law_summary(
-            hidden[-1][num_prompt - 1 :], self._policy.head, self._config.temperature
+            hidden[-1][num_prompt - 1 :], self._head, self._config.temperature
         )
         return Rollout(
             key=completion.request_id,
