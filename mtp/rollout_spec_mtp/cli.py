@@ -64,86 +64,97 @@ def _display() -> Iterator[_ConsoleDisplay]:
         raise typer.Exit(2) from None
 
 
-def add_commands(app: typer.Typer, composition: Composition) -> None:
-    """Add this package's commands to the application."""
+def add_commands(app: typer.Typer) -> None:
+    """Add this package's commands to the application, which hands them its composition as the context's object."""
+    app.command("train-drafter")(train_drafter)
+    app.command("collect")(collect)
+    app.command("eval-drafter")(eval_drafter)
 
-    @app.command("train-drafter")
-    def train_drafter(
-        config: _Config,
-        out: _Out = None,
-        resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
-        overrides: _Set = None,
-        show: Annotated[bool, typer.Option("--show-supervision", help="Print which tokens supervise which draft slots, and exit.")] = False,
-    ) -> None:
-        """Collect on-policy rollouts (unless they are there), train a drafter on them, and evaluate it."""
-        from rollout_spec_mtp.training.config import load_config
-        from rollout_spec_mtp.training.run import run_training, show_supervision
 
-        with _display() as display:
-            settings = load_config(config, overrides or ())
-            folder = out or Path(settings.out)
-            if show:
-                for line in show_supervision(settings, folder, composition.make_ops(), display):
-                    typer.echo(line)
-                return
-            report = run_training(settings, folder, composition.make_ops(), display, resume=resume)
-        if report:
-            _print_report(report)
-            _console.print(f"drafter in {folder / 'drafter'}", highlight=False)
+def _composition(context: typer.Context) -> Composition:
+    composition = context.obj
+    assert isinstance(composition, Composition)
+    return composition
 
-    @app.command()
-    def collect(config: _Config, out: _Out = None, overrides: _Set = None) -> None:
-        """Sample the rollouts of a training config, with the policy's states; may be interrupted and run again."""
-        from rollout_spec_mtp.training.config import load_config
-        from rollout_spec_mtp.training.run import collect_only
 
-        with _display() as display:
-            settings = load_config(config, overrides or ())
-            set_threads(settings.threads)
-            folder = (out or Path(settings.out)) / "rollouts"
-            found = collect_only(settings, folder, composition.make_ops(), display)
-            _console.print(f"{len(found)} sequences in {folder}", highlight=False)
+def train_drafter(
+    context: typer.Context,
+    config: _Config,
+    out: _Out = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+    overrides: _Set = None,
+    show: Annotated[bool, typer.Option("--show-supervision", help="Print which tokens supervise which draft slots, and exit.")] = False,
+) -> None:
+    """Collect on-policy rollouts (unless they are there), train a drafter on them, and evaluate it."""
+    from rollout_spec_mtp.training.config import load_config
+    from rollout_spec_mtp.training.run import run_training, show_supervision
 
-    @app.command("eval-drafter")
-    def eval_drafter(
-        model: Annotated[str, typer.Option("--model", "-m", help="smollm2-135m, a local Hugging Face directory, or a hub id.")],
-        drafter: Annotated[Path, typer.Option("--drafter", "-d", help="Directory of a trained drafter.")],
-        prompts: Annotated[str, typer.Option("--prompts", "-p", help="TASK:COUNT, a verl .parquet, or a .jsonl with 'prompt'.")],
-        json_path: Annotated[Path, typer.Option("--json", help="Where the numbers go.")],
-        temperature: Annotated[float, typer.Option("--temperature", "-t")] = 1.0,
-        draft_length: Annotated[int | None, typer.Option("--draft-length", "-k", min=1, help="Default: what it was trained for.")] = None,
-        max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
-        max_batch: Annotated[int, typer.Option("--max-batch", "-b", min=1)] = 8,
-        dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
-        seed: Annotated[int, typer.Option("--seed")] = 0,
-        threads: Annotated[int | None, typer.Option("--threads")] = None,
-    ) -> None:
-        """Acceptance of a drafter: teacher-forced, served, by depth and by entropy; refuses one that is served otherwise than trained."""
-        from rollout_spec_mtp.kinds import kind_of
-        from rollout_spec_mtp.serving import load_trained
-        from rollout_spec_mtp.training.evaluation import evaluate_drafter
-        from rollout_spec_mtp.training.run import open_workplace
-
-        with _display() as display:
-            set_threads(threads)
-            workplace = open_workplace(model, dtype, composition.make_ops(), display)
-            policy, found = workplace.policy, load_prompts(prompts, workplace.loaded.tokenizer)
-            trained = load_trained(drafter, policy)
-            report = evaluate_drafter(
-                trained,
-                kind_of(trained.kind).serve(trained, policy, workplace.ops, None),
-                policy=policy,
-                runner=workplace.runner(found, max_new_tokens),
-                prompts=found,
-                temperature=temperature,
-                draft_length=draft_length or trained.num_slots,
-                max_new_tokens=max_new_tokens,
-                max_batch=max_batch,
-                seed=seed,
-            )
-            json_path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(json_path, json.dumps(report, indent=2) + "\n")
+    with _display() as display:
+        settings = load_config(config, overrides or ())
+        folder = out or Path(settings.out)
+        if show:
+            for line in show_supervision(settings, folder, _composition(context).make_ops(), display):
+                typer.echo(line)
+            return
+        report = run_training(settings, folder, _composition(context).make_ops(), display, resume=resume)
+    if report:
         _print_report(report)
+        _console.print(f"drafter in {folder / 'drafter'}", highlight=False)
+
+
+def collect(context: typer.Context, config: _Config, out: _Out = None, overrides: _Set = None) -> None:
+    """Sample the rollouts of a training config, with the policy's states; may be interrupted and run again."""
+    from rollout_spec_mtp.training.config import load_config
+    from rollout_spec_mtp.training.run import collect_only
+
+    with _display() as display:
+        settings = load_config(config, overrides or ())
+        set_threads(settings.threads)
+        folder = (out or Path(settings.out)) / "rollouts"
+        found = collect_only(settings, folder, _composition(context).make_ops(), display)
+        _console.print(f"{len(found)} sequences in {folder}", highlight=False)
+
+
+def eval_drafter(
+    context: typer.Context,
+    model: Annotated[str, typer.Option("--model", "-m", help="smollm2-135m, a local Hugging Face directory, or a hub id.")],
+    drafter: Annotated[Path, typer.Option("--drafter", "-d", help="Directory of a trained drafter.")],
+    prompts: Annotated[str, typer.Option("--prompts", "-p", help="TASK:COUNT, a verl .parquet, or a .jsonl with 'prompt'.")],
+    json_path: Annotated[Path, typer.Option("--json", help="Where the numbers go.")],
+    temperature: Annotated[float, typer.Option("--temperature", "-t")] = 1.0,
+    draft_length: Annotated[int | None, typer.Option("--draft-length", "-k", min=1, help="Default: what it was trained for.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
+    max_batch: Annotated[int, typer.Option("--max-batch", "-b", min=1)] = 8,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    threads: Annotated[int | None, typer.Option("--threads")] = None,
+) -> None:
+    """Acceptance of a drafter: teacher-forced, served, by depth and by entropy; refuses one that is served otherwise than trained."""
+    from rollout_spec_mtp.kinds import kind_of
+    from rollout_spec_mtp.serving import load_trained
+    from rollout_spec_mtp.training.evaluation import evaluate_drafter
+    from rollout_spec_mtp.training.run import open_workplace
+
+    with _display() as display:
+        set_threads(threads)
+        workplace = open_workplace(model, dtype, _composition(context).make_ops(), display)
+        policy, found = workplace.policy, load_prompts(prompts, workplace.loaded.tokenizer)
+        trained = load_trained(drafter, policy)
+        report = evaluate_drafter(
+            trained,
+            kind_of(trained.kind).serve(trained, policy, workplace.ops, None),
+            policy=policy,
+            runner=workplace.runner(found, max_new_tokens),
+            prompts=found,
+            temperature=temperature,
+            draft_length=draft_length or trained.num_slots,
+            max_new_tokens=max_new_tokens,
+            max_batch=max_batch,
+            seed=seed,
+        )
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(json_path, json.dumps(report, indent=2) + "\n")
+    _print_report(report)
 
 
 def _print_report(report: dict[str, Any]) -> None:

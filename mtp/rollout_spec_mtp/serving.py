@@ -11,7 +11,16 @@ from rollout_spec.drafter import Drafter
 from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.runner import CausalLM
 from rollout_spec.tree import Draw
-from rollout_spec_mtp.checkpoint import VOCABULARY, WEIGHTS, check_policy, check_vocabulary, load_checked, read_config, read_json, read_tensors
+from rollout_spec_mtp.checkpoint import (
+    VOCABULARY,
+    WEIGHTS,
+    check_policy,
+    check_vocabulary,
+    load_checked,
+    read_config,
+    read_json,
+    read_tensors,
+)
 from rollout_spec_mtp.kinds import KINDS, kind_of
 from rollout_spec_mtp.training.protocol import PolicyParts
 

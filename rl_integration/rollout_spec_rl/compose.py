@@ -92,7 +92,7 @@ def main() -> None:
     from rollout_spec import cli
     from rollout_spec_mtp.cli import add_commands
 
-    add_commands(cli.app, COMPOSITION)
+    add_commands(cli.app)
     cli.run(COMPOSITION)
 
 

@@ -210,9 +210,7 @@ class Collector:
         hidden = {layer: rows[: length - 1].to(storage) for layer, rows in states.items()}
         assert hidden[-1].shape[0] == length - 1, "the engine ended a request before its last state was handed over"
         lse, entropies = torch.zeros(length - 1), torch.zeros(length - 1)
-        lse[num_prompt - 1 :], entropies[num_prompt - 1 :] = law_summary(
-            hidden[-1][num_prompt - 1 :], self._head, self._config.temperature
-        )
+        lse[num_prompt - 1 :], entropies[num_prompt - 1 :] = law_summary(hidden[-1][num_prompt - 1 :], self._head, self._config.temperature)
         return Rollout(
             key=completion.request_id,
             token_ids=torch.tensor(tokens[:length]),
