@@ -228,7 +228,5 @@ def test_new_drafter_weights_are_checked_and_used() -> None:
 def test_wide_trees_of_independent_draws_are_refused() -> None:
     policy = tiny_policy()
     engine = _engine(policy, _drafter(random_head(policy)), batch=2, width=TREE)
-    engine.add(_requests(1, seeded=False)[0])
-    engine.step()  # the prompt
     with pytest.raises(ValueError, match="independent draws make chains only"):
-        engine.step()
+        engine.generate(_requests(1, seeded=False))
