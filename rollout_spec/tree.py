@@ -156,6 +156,8 @@ class DraftTree:
 
     def check(self, vocab_size: int) -> None:
         """Raise ValueError, naming the request and node, if ids or parents cannot be right, or siblings repeat a token. O(B·N²)."""
+        if self.max_nodes == 0:
+            return
         valid = self.valid()
         order = torch.arange(self.max_nodes, device=self.device)
         bad_token = valid & ((self.token_ids < 0) | (self.token_ids >= vocab_size))

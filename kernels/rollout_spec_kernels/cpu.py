@@ -259,6 +259,16 @@ class CpuOps:
         )
         return noise
 
+    def uniforms(self, seeds: Sequence[int], positions: Sequence[int], stream: Stream, num: int = 1) -> Tensor:
+        """[R, num] float64: rollout_spec.noise.uniforms, bit for bit."""
+        if len(seeds) != len(positions):
+            raise ValueError(f"seeds and positions must be of one length; got {len(seeds)} and {len(positions)}")
+        keys = torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64)
+        counters = torch.tensor(list(positions), dtype=torch.int64)
+        out = torch.empty(len(keys), num, dtype=torch.float64)
+        self._library.rs_uniforms(keys.data_ptr(), counters.data_ptr(), int(stream), out.data_ptr(), len(keys), num)
+        return out
+
     def gumbel_argmax(self, log_probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
         """[R] int64 argmax_v (log p(v) + G(v)) of log_probs [R, V] float32, lowest token on ties; G is gumbel_noise's of the target."""
         num_rows, vocab_size = log_probs.shape

@@ -25,6 +25,7 @@ _SIGNATURES = {
     "rs_decoder": ([_P, _P], ctypes.c_bool),
     "rs_log_softmax_stats": ([_I, _P, _P, _P, _P, _L, _L, _I], None),
     "rs_gumbel_noise": ([_P, _P, _L, _P, _L, _L, _I], None),
+    "rs_uniforms": ([_P, _P, _L, _P, _L, _L], None),
     "rs_gumbel_argmax": ([_P, _P, _P, _L, _P, _L, _L, _I], None),
     "rs_inverse_cdf": ([_P, _P, _P, _L, _L, _I], None),
 }

@@ -65,7 +65,7 @@ class RoundLoop:
             running=ready,
         )
         positions = [len(request.tokens) for request in ready]
-        noise = CounterNoise([request.seed for request in ready], positions, self._runner.ops.gumbel_argmax)
+        noise = CounterNoise([request.seed for request in ready], positions, self._runner.ops)
         verdict = verify(tree, target, noise, scheme)
         verified = time.perf_counter()
         for index in target.failed:
@@ -134,7 +134,9 @@ class RoundLoop:
         if self._scheme is not None:
             return self._scheme
         seeded = any(request.request.seed is not None for request in ready)
-        return default_scheme(Draw.DETERMINISTIC if tree.max_nodes == 0 else tree.draw, seeded=seeded, is_chain=tree.is_chain())
+        if tree.max_nodes == 0:
+            return default_scheme(Draw.DETERMINISTIC, seeded=seeded, is_chain=True)
+        return default_scheme(tree.draw, seeded=seeded, is_chain=tree.draw is not Draw.SAMPLED or tree.is_chain())
 
     def _commit(
         self,

@@ -19,7 +19,7 @@ from torch import Tensor
 from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.stack import DecoderLayer, LayerOps, LayerStack, Linear, StackResult
 from rollout_spec.verify.categorical import draw_tokens
-from rollout_spec.verify.randomness import keyed_gumbel_argmax
+from rollout_spec.verify.randomness import KeyedNoise, NumpyNoise
 
 
 class Stack(Protocol):
@@ -46,7 +46,7 @@ class LogSoftmaxStats(Protocol):
     def entropies(self) -> Tensor: ...  # [R] float32, nats; NaN for a row that defines no distribution
 
 
-class Ops(LayerOps, Protocol):
+class Ops(LayerOps, KeyedNoise, Protocol):
     name: str
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Linear: ...
@@ -60,8 +60,6 @@ class Ops(LayerOps, Protocol):
     def log_softmax_stats(self, logits: Tensor, inv_temperatures: Tensor) -> LogSoftmaxStats: ...  # [R, V] any float, [R]
 
     def inverse_cdf(self, log_probs: Tensor, uniforms: Tensor) -> Tensor: ...  # [R, V] float32, [R] float64 -> [R] tokens
-
-    def gumbel_argmax(self, log_probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor: ...  # [R, V], [R], [R] -> [R]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,7 +101,7 @@ class TorchLinear:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-class TorchOps:
+class TorchOps(NumpyNoise):
     """Every operation in plain torch; the reference the kernels are checked against."""
 
     name = "torch"
@@ -133,9 +131,6 @@ class TorchOps:
 
     def inverse_cdf(self, log_probs: Tensor, uniforms: Tensor) -> Tensor:
         return draw_tokens(log_probs, uniforms)
-
-    def gumbel_argmax(self, log_probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-        return keyed_gumbel_argmax(log_probs, seeds, positions)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

@@ -83,6 +83,8 @@ def emissions_of(tree: DraftTree, verdict: Verdict) -> list[list[Emission]]:
 
 def kv_moves(verdict: Verdict) -> Tensor | None:
     """[B, D + 1]: entry i is the row whose K/V belongs at row i (the root stays row 0), -1 = nothing to move; None when all lie right."""
+    if verdict.path.shape[1] == 0:
+        return None
     rows = torch.where(verdict.path >= 0, verdict.path + 1, -1)
     sources = torch.cat([rows.new_full((rows.shape[0], 1), -1), rows], dim=1)
     in_place = (sources < 0) | (sources == torch.arange(sources.shape[1]))
@@ -115,6 +117,8 @@ def draft_faults(tree: DraftTree, vocab_size: int, draft_lengths: Tensor) -> dic
 
 def acceptance_counts(verdict: Verdict, live: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
     """By depth over the live requests: how many reached a drafted token, how many accepted one, and the mean acceptance probability."""
+    if verdict.path.shape[1] == 0:
+        return (), (), ()
     alive = torch.tensor(live)
     probs = verdict.accept_probs[alive]
     reached = ~probs.isnan()

@@ -5,7 +5,7 @@ Shape legend: B requests, R rows asked for, D depths, T trials, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,8 +14,25 @@ from torch import Tensor
 from rollout_spec.noise import Stream, gumbel_noise, uniforms
 from rollout_spec.verify.categorical import gumbel_argmax, row_slices
 
-# (log_probs [R, V], seeds [R], positions [R]) -> [R] int64: keyed_gumbel_argmax, or a kernel that draws the same bits
-KeyedArgmax = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
+
+class KeyedNoise(Protocol):
+    """Noise by key: this package's own in numpy and torch, or kernels that draw the same bits."""
+
+    def uniforms(self, seeds: Sequence[int], positions: Sequence[int], stream: Stream, num: int = 1) -> Tensor:
+        """[R, num] float64: noise.uniforms."""
+
+    def gumbel_argmax(self, log_probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """[R] int64: keyed_gumbel_argmax."""
+
+
+class NumpyNoise:
+    """KeyedNoise without kernels."""
+
+    def uniforms(self, seeds: Sequence[int], positions: Sequence[int], stream: Stream, num: int = 1) -> Tensor:
+        return uniforms(seeds, positions, stream, num)
+
+    def gumbel_argmax(self, log_probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+        return keyed_gumbel_argmax(log_probs, seeds, positions)
 
 
 def keyed_gumbel_argmax(log_probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
@@ -51,15 +68,10 @@ class CounterNoise:
     test the same uniforms again, now knowing that they were large (tests/statistical plants that bug).
     """
 
-    def __init__(
-        self,
-        seeds: Sequence[int],
-        positions: Sequence[int],
-        gumbel_argmax: KeyedArgmax = keyed_gumbel_argmax,
-    ) -> None:
+    def __init__(self, seeds: Sequence[int], positions: Sequence[int], keyed: KeyedNoise | None = None) -> None:
         if len(seeds) != len(positions):
             raise ValueError(f"one seed and one position for each request; got {len(seeds)} and {len(positions)}")
-        self._seeds, self._positions, self._gumbel_argmax = seeds, positions, gumbel_argmax
+        self._seeds, self._positions, self._keyed = seeds, positions, keyed or NumpyNoise()
         self._accept = torch.empty(len(seeds), 0, dtype=torch.float64)
 
     def accept(self, requests: Tensor, depths: Tensor, trial: int) -> Tensor:
@@ -68,16 +80,16 @@ class CounterNoise:
         words = diagonal * (diagonal + 1) // 2 + trial
         if words.numel() and int(words.max()) >= self._accept.shape[1]:
             num_words = max(16, 2 * int(words.max()))
-            self._accept = uniforms(self._seeds, self._positions, Stream.ACCEPT, num_words).to(depths.device)
+            self._accept = self._keyed.uniforms(self._seeds, self._positions, Stream.ACCEPT, num_words).to(depths.device)
         return self._accept[requests, words]
 
     def recover(self, requests: Tensor, depths: Tensor) -> Tensor:
         """[R] the RECOVER stream at the tokens' absolute positions."""
-        return uniforms(*self._keys(requests, depths), Stream.RECOVER)[:, 0].to(depths.device)
+        return self._keyed.uniforms(*self._keys(requests, depths), Stream.RECOVER)[:, 0].to(depths.device)
 
     def gumbel_argmax(self, requests: Tensor, depths: Tensor, log_probs: Tensor) -> Tensor:
         """[R] int64, with the TARGET stream at the tokens' absolute positions: the noise Gumbel-coupled drafters use too."""
-        return self._gumbel_argmax(log_probs, *self._keys(requests, depths))
+        return self._keyed.gumbel_argmax(log_probs, *self._keys(requests, depths))
 
     def _keys(self, requests: Tensor, depths: Tensor) -> tuple[list[int], list[int]]:
         rows = requests.tolist()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout_spec.noise import Stream, gumbel_noise
+from rollout_spec.noise import Stream, gumbel_noise, uniforms
 from rollout_spec_kernels.cpu import CpuOps
 
 
@@ -113,3 +113,9 @@ def test_inverse_cdf_never_runs_off_either_end(ops: CpuOps) -> None:
     for bad in (torch.full((1, 9), -torch.inf), torch.full((1, 9), torch.nan)):
         with pytest.raises(ValueError, match="row 0 has no mass"):
             ops.inverse_cdf(bad, torch.zeros(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("stream", "num"), [(Stream.ACCEPT, 1), (Stream.RECOVER, 3), (Stream.DRAFT, 70)])
+def test_uniforms_are_the_cores_bit_for_bit(ops: CpuOps, stream: Stream, num: int) -> None:
+    seeds, positions = [0, -1, 2**63 + 5, 7], [0, 5, 2**41, 9]
+    assert torch.equal(ops.uniforms(seeds, positions, stream, num), uniforms(seeds, positions, stream, num))

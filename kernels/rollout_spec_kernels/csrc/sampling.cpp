@@ -233,6 +233,16 @@ int64_t inverse_cdf(const float* log_probs, double uniform, int64_t vocab, std::
 }  // namespace
 }  // namespace rs
 
+// uniforms[row][i] = (word i of the row's stream) / 2^64, rounded down to 53 bits: rollout_spec/noise.py's uniforms.
+RS_EXPORT void rs_uniforms(const int64_t* seeds, const int64_t* positions, int64_t stream, double* uniforms, int64_t num_rows, int64_t num) {
+  uint64_t words[4 * rs::kBlocks];
+  for (int64_t row = 0; row < num_rows; ++row)
+    for (int64_t begin = 0; begin < num; begin += 4 * rs::kBlocks) {
+      rs::philox(seeds[row], stream, positions[row], begin / 4, words);
+      for (int64_t i = begin; i < std::min(num, begin + 4 * rs::kBlocks); ++i) uniforms[row * num + i] = (words[i - begin] >> 11) * 0x1p-53;
+    }
+}
+
 RS_EXPORT void rs_gumbel_argmax(const float* log_probs, const int64_t* seeds, const int64_t* positions, int64_t stream, int64_t* token_ids,
                                 int64_t num_rows, int64_t vocab, int threads) {
 #pragma omp parallel for num_threads(rs::threads_for(num_rows * vocab * 4, threads)) schedule(dynamic)
