@@ -20,8 +20,9 @@ from rollout_spec.sampling import RowHistory, is_plain, needs_history, process_l
 from rollout_spec.tree import DraftTree
 from rollout_spec.verify import TokenScores
 
-# With this few rows in a round the head costs what its weights cost to read, so one call for all rows beats one a depth.
-EAGER_ROWS = 8
+# Up to this many rows the head costs at most twice what one row costs (its weights are read once), so one call for all rows of a round
+# beats one call for each depth that is reached.
+EAGER_ROWS = 24
 
 
 class LogitsTarget:
