@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -166,17 +166,16 @@ def rollout(
             _composition(context), session.loaded, scheme=scheme, seeded=seed is not None, tree_width=widths, history=history
         )
         made = make(drafter)
-        sink = JsonlSink(job.events_path)
-        engine = Engine(
-            session.runner,
-            config=EngineConfig(max_batch=max_batch, max_context=session.max_context, scheme=scheme),
-            drafter=made,
-            controller=controller,
-            sink=sink,
-            detokenize=session.loaded.detokenize,
-        )
-        summary = _run_job(job, engine)
-        sink.close()
+        with closing(JsonlSink(job.events_path)) as sink:
+            engine = Engine(
+                session.runner,
+                config=EngineConfig(max_batch=max_batch, max_context=session.max_context, scheme=scheme),
+                drafter=made,
+                controller=controller,
+                sink=sink,
+                detokenize=session.loaded.detokenize,
+            )
+            summary = _run_job(job, engine)
         if history is not None and made is not None:
             made.save_history(history)  # type: ignore[attr-defined]
     reports.print_summary(Console(), out, summary)

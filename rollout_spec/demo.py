@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
@@ -63,20 +64,19 @@ def run_demo(
     rows: list[DemoRow] = []
     for epoch in range(2):
         for name, drafter in drafters.items():
-            engine_sink = JsonlSink(out / f"epoch{epoch}-{name}" / "events.jsonl")
-            engine = Engine(
-                session.runner,
-                config=EngineConfig(max_batch=MAX_BATCH, max_context=session.max_context),
-                drafter=drafter,
-                controller=FixedBudget(draft_length=DRAFT_LENGTH),
-                sink=engine_sink,
-                detokenize=session.loaded.detokenize,
-            )
             folder = out / f"epoch{epoch}-{name}"
             before = len(rows) * num_prompts * NUM_SAMPLES
             job = _job(folder, session, num_prompts, length, dtype, name, epoch)
-            summary = job.run(engine, lambda done, before=before: progress.update(task, completed=before + done))  # type: ignore[misc]
-            engine_sink.close()
+            with closing(JsonlSink(job.events_path)) as sink:
+                engine = Engine(
+                    session.runner,
+                    config=EngineConfig(max_batch=MAX_BATCH, max_context=session.max_context),
+                    drafter=drafter,
+                    controller=FixedBudget(draft_length=DRAFT_LENGTH),
+                    sink=sink,
+                    detokenize=session.loaded.detokenize,
+                )
+                summary = job.run(engine, lambda done, before=before: progress.update(task, completed=before + done))  # type: ignore[misc]
             plain = out / f"epoch{epoch}-{DRAFTERS[0]}"
             rows.append(DemoRow(epoch=epoch, drafter=name, folder=folder, summary=summary, identical=_tokens(folder) == _tokens(plain)))
     return DemoResult(rows=rows, dtype=dtype, out=out)
