@@ -5,13 +5,13 @@ Shape legend: R rows, H query heads, Hkv key/value heads, d head size, I MLP wid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rollout_spec.engine.kv import KVSlots
+from rollout_spec.engine.module_runner import ModuleRunner
 from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.runner import CausalLM, StepInput, StepOutput
 from rollout_spec.engine.stack import DecoderLayer
@@ -30,27 +30,18 @@ def is_fusable(config: object) -> bool:
     )
 
 
-class FusedDecoder:
+class FusedDecoder(ModuleRunner):
     """Runs a transformers causal LM by its weights, not by its modules; the module stays the owner of the weights."""
 
     def __init__(self, model: CausalLM, ops: Ops, max_context: int) -> None:
         config = model.config
         if not is_fusable(config):
             raise ValueError(f"model type {config.model_type!r} is not one that FusedDecoder computes; use TransformersRunner")
-        self._model, self.ops = model, ops
-        self.vocab_size: int = config.vocab_size
-        self.max_position: int = config.max_position_embeddings
-        self.num_layers: int = config.num_hidden_layers
-        self.hidden_size: int = config.hidden_size
-        self.dtype: torch.dtype = model.dtype
-        self.device: torch.device = model.device
-        self.eos_token_ids = eos_token_ids(model)
-        self._num_kv_heads: int = config.num_key_value_heads
-        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        super().__init__(model, ops)
         self._eps: float = config.rms_norm_eps
         self._windows_by_layer = config.model_type != "mistral"
-        positions = torch.arange(min(max_context, self.max_position), device=self.device)[None]
-        probe = torch.empty(1, dtype=self.dtype, device=self.device)
+        positions = torch.arange(min(max_context, self.max_position), device=model.device)[None]
+        probe = torch.empty(1, dtype=self.dtype, device=model.device)
         cos, sin = model.model.rotary_emb(probe, positions)
         self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
         self._layers = [self._pack(layer) for layer in model.model.layers]
@@ -77,17 +68,6 @@ class FusedDecoder:
             sliding_window=window or 0,
         )
 
-    def make_slots(self, num_slots: int, capacity: int) -> KVSlots:
-        return KVSlots(
-            num_layers=self.num_layers,
-            num_slots=num_slots,
-            num_kv_heads=self._num_kv_heads,
-            capacity=capacity,
-            head_dim=self._head_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
-
     @torch.inference_mode()
     def forward(self, step: StepInput, kv: KVSlots) -> StepOutput:
         plan = step.plan
@@ -104,23 +84,7 @@ class FusedDecoder:
         logits: Tensor = self._head(hidden)
         return logits
 
-    @torch.inference_mode()
-    def commit(self, kv: KVSlots, slots: Tensor, context_lengths: Tensor, moves: Tensor) -> None:
-        self.ops.commit(kv.k, kv.v, slots, context_lengths, moves)
-
-    def named_weights(self) -> Mapping[str, Tensor]:
-        return dict(self._model.named_parameters())
-
-    def tied_names(self) -> Mapping[str, str]:
-        return tied_names(self._model)
-
-    @torch.inference_mode()
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
-        own = self.named_weights()
-        count = 0
-        for name, tensor in named_tensors:
-            own[name].copy_(tensor)
-            count += 1
+    def _repack(self) -> None:
         for packed, layer in zip(self._layers, self._model.model.layers, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
             packed.qkv.update(*_fused(attention.q_proj, attention.k_proj, attention.v_proj))
@@ -128,7 +92,6 @@ class FusedDecoder:
             packed.gate_up.update(*_fused(mlp.gate_proj, mlp.up_proj))
             packed.down.update(*_fused(mlp.down_proj))
         self._head.update(self._model.lm_head.weight.detach(), self._model.lm_head.bias)
-        return count
 
 
 def _fused(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -137,19 +100,3 @@ def _fused(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     if linears[0].bias is None:
         return weight, None
     return weight, torch.cat([linear.bias.detach() for linear in linears])
-
-
-def eos_token_ids(model: CausalLM) -> tuple[int, ...]:
-    """End-of-sequence ids of the generation config, else of the model's config."""
-    found = getattr(model.generation_config, "eos_token_id", None)
-    found = model.config.eos_token_id if found is None else found
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
-
-
-def tied_names(model: CausalLM) -> dict[str, str]:
-    """Names of parameters that are another one's storage -> the name under which named_parameters lists it."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}

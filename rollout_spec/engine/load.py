@@ -10,14 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from rollout_spec.engine.decoder import FusedDecoder, is_fusable
 from rollout_spec.engine.models import resolve_model
 from rollout_spec.engine.ops import Ops, TorchOps
-from rollout_spec.engine.runner import CausalLM, ModelRunner
-from rollout_spec.engine.transformers_runner import TransformersRunner
+from rollout_spec.engine.plan import AttentionPlan
+from rollout_spec.engine.runner import CausalLM, ModelRunner, StepInput
+from rollout_spec.engine.transformers_runner import ATTENTION_NAME, TransformersRunner
+
+# Relative distance of the probe's logits: a hundred times what another order of summation makes, a hundredth of what a wrong layer does.
+_PROBE_LENGTH = 8
+_PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,8 +51,35 @@ def load_model(name: str, dtype: str = "float32", report: Callable[[str], None] 
 
 
 def make_runner(module: CausalLM, *, max_context: int, ops: Ops | None = None, fused: bool | None = None) -> ModelRunner:
-    """FusedDecoder where it knows the architecture (``fused`` forces or forbids it), else TransformersRunner."""
+    """FusedDecoder where it knows the architecture (``fused`` forces or forbids it), else TransformersRunner.
+
+    Either way the runner's logits on a short probe must be the module's own. Raises ValueError otherwise: a model that scales or caps
+    its logits, or attends in its own way, would be sampled from another law, silently.
+    """
     chosen = TorchOps() if ops is None else ops
+    probe = torch.arange(_PROBE_LENGTH) * 7 % module.config.vocab_size
+    with torch.inference_mode():
+        # transformers has no public way to ask. True when the module served a runner before.
+        if module.config._attn_implementation == ATTENTION_NAME:  # noqa: SLF001
+            module.set_attn_implementation("sdpa")
+        wanted = module(probe[None].to(module.device), use_cache=False).logits[0].float()
+    runner: ModelRunner
     if is_fusable(module.config) if fused is None else fused:
-        return FusedDecoder(module, chosen, max_context)
-    return TransformersRunner(module, chosen)
+        runner = FusedDecoder(module, chosen, max_context)
+    else:
+        runner = TransformersRunner(module, chosen)
+    _check_probe(runner, probe, wanted, type(module).__name__)
+    return runner
+
+
+def _check_probe(runner: ModelRunner, probe: Tensor, wanted: Tensor, name: str) -> None:
+    rows = torch.tensor([0, probe.numel()])
+    plan = AttentionPlan(row_offsets=rows, slots=torch.zeros(1, dtype=torch.int64), context_lengths=torch.zeros(1, dtype=torch.int64))
+    step = StepInput(token_ids=probe, positions=torch.arange(probe.numel()), plan=plan)
+    got = runner.logits(runner.forward(step, runner.make_slots(1, probe.numel())).hidden).float()
+    error = float((got - wanted).norm() / wanted.norm())
+    if not error <= _PROBE_TOLERANCE[runner.dtype]:
+        raise ValueError(
+            f"{name}: the embedded engine's logits differ from the model's own by {error:.1%} on a probe; the architecture does something "
+            "to logits or attention that the engine does not know, and would not be sampled exactly"
+        )

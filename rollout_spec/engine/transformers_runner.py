@@ -8,15 +8,14 @@ Shape legend: R rows, H query heads, Hkv key/value heads, d head size, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rollout_spec.engine.decoder import eos_token_ids, tied_names
 from rollout_spec.engine.kv import KVSlots
+from rollout_spec.engine.module_runner import ModuleRunner
 from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.runner import CausalLM, StepInput, StepOutput
@@ -54,7 +53,7 @@ def _attention(
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
 
 
-class TransformersRunner:
+class TransformersRunner(ModuleRunner):
     """Runs the module's own forward with our attention in it."""
 
     def __init__(self, model: CausalLM, ops: Ops) -> None:
@@ -62,27 +61,8 @@ class TransformersRunner:
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if not kinds <= {"full_attention", "sliding_attention"}:
             raise ValueError(f"{config.model_type}: layers of kind {sorted(kinds)} keep state that the embedded engine cannot roll back")
-        self._model, self.ops = model, ops
+        super().__init__(model, ops)
         model.set_attn_implementation(ATTENTION_NAME)
-        self.vocab_size: int = config.vocab_size
-        self.max_position: int = config.max_position_embeddings
-        self.num_layers: int = config.num_hidden_layers
-        self.hidden_size: int = config.hidden_size
-        self.dtype: torch.dtype = model.dtype
-        self.eos_token_ids = eos_token_ids(model)
-        self._kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-    def make_slots(self, num_slots: int, capacity: int) -> KVSlots:
-        return KVSlots(
-            num_layers=self.num_layers,
-            num_slots=num_slots,
-            num_kv_heads=self._kv_heads,
-            capacity=capacity,
-            head_dim=self._head_dim,
-            dtype=self.dtype,
-            device=self._model.device,
-        )
 
     @torch.inference_mode()
     def forward(self, step: StepInput, kv: KVSlots) -> StepOutput:
@@ -106,22 +86,3 @@ class TransformersRunner:
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self._model.lm_head(hidden)
         return logits
-
-    @torch.inference_mode()
-    def commit(self, kv: KVSlots, slots: Tensor, context_lengths: Tensor, moves: Tensor) -> None:
-        self.ops.commit(kv.k, kv.v, slots, context_lengths, moves)
-
-    def named_weights(self) -> Mapping[str, Tensor]:
-        return dict(self._model.named_parameters())
-
-    def tied_names(self) -> Mapping[str, str]:
-        return tied_names(self._model)
-
-    @torch.inference_mode()
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
-        own = self.named_weights()
-        count = 0
-        for name, tensor in named_tensors:
-            own[name].copy_(tensor)
-            count += 1
-        return count

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import VOCAB, tiny_model
-from torch import Tensor
+from tiny import SIZES, VOCAB, tiny_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GraniteConfig, Olmo2Config, Phi3Config, PreTrainedConfig, Starcoder2Config
 
 from rollout_spec.engine.decoder import FusedDecoder, is_fusable
 from rollout_spec.engine.load import make_runner
@@ -149,3 +150,29 @@ def test_models_with_recurrent_layers_are_refused() -> None:
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ValueError, match="linear_attention"):
         make_runner(model, max_context=64, fused=False)
+
+
+def other_model(config: PreTrainedConfig) -> nn.Module:
+    torch.manual_seed(11)
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return model
+
+
+def test_any_model_on_the_attention_interface_runs() -> None:
+    """Olmo2 normalises after its layers, Phi3 and StarCoder2 fuse or bias their projections: none is known to the fused runner."""
+    for kind in (Olmo2Config, Phi3Config, Starcoder2Config):
+        config = kind(**SIZES)
+        tokens = torch.randint(3, VOCAB, (17,))
+        with torch.inference_mode():
+            wanted = other_model(config)(tokens[None]).logits[0]
+        runner = make_runner(other_model(config), max_context=64)
+        assert isinstance(runner, TransformersRunner)
+        kv = runner.make_slots(1, 32)
+        parts = [runner.logits(runner.forward(span(tokens, a, b, slot=0), kv).hidden) for a, b in ((0, 11), (11, 17))]
+        torch.testing.assert_close(torch.cat(parts), wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_a_model_that_treats_its_logits_is_refused() -> None:
+    """Granite divides its logits; leaving that out would sample from another law without any other sign."""
+    with pytest.raises(ValueError, match="GraniteForCausalLM: the embedded engine's logits differ"):
+        make_runner(other_model(GraniteConfig(**SIZES, logits_scaling=8.0)), max_context=64)

@@ -14,7 +14,7 @@ from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verdict import Verdict
 
 VOCAB = 61
-_SIZES = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -38,7 +38,7 @@ CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
 
 def tiny_model(kind: str = "llama", *, tied: bool = False, **changes: object) -> nn.Module:
     torch.manual_seed(11)
-    config = CONFIGS[kind](**{**_SIZES, "tie_word_embeddings": tied, **changes})
+    config = CONFIGS[kind](**{**SIZES, "tie_word_embeddings": tied, **changes})
     model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     return model
 
