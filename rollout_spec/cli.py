@@ -28,7 +28,7 @@ from rollout_spec.session import Session, drafter_factory, open_session, parse_b
 from rollout_spec.sinks import JsonlSink
 
 INTERRUPTED = 130
-DRAFTER_NAMES = "none, ngram, suffix, self"
+DRAFTER_NAMES = "none, ngram, suffix, self (self:T drafts at temperature T)"
 console = Console(stderr=True)
 
 Model = Annotated[str, typer.Option("--model", "-m", help="smollm2-135m, a local Hugging Face directory, or a hub id.")]

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 class DrafterOptions:
     """What a drafter is asked to be: its name or directory, and how its trees must be drawn for the verifier in use."""
 
-    spec: str  # none | ngram | suffix | self | a directory
+    spec: str  # none | ngram | suffix | self | self:TEMPERATURE | a directory
     draw: Draw | None = None  # None: the drafter's own choice
-    temperature: float | None = None  # self only
     history: Path | None = None  # suffix only: file of earlier epochs
 
 

@@ -34,8 +34,13 @@ def _suffix(options: DrafterOptions) -> Drafter:
 
 
 def _self(options: DrafterOptions) -> Drafter:
-    config = SelfConfig(temperature=options.temperature)
-    return SelfDrafter(config if options.draw is None else SelfConfig(draw=options.draw, temperature=options.temperature))
+    _, _, text = options.spec.partition(":")
+    try:
+        temperature = float(text) if text else None
+    except ValueError:
+        raise ValueError(f"--drafter {options.spec!r}: give self, or self:T with a temperature like self:0.7") from None
+    config = SelfConfig(temperature=temperature)
+    return SelfDrafter(config if options.draw is None else SelfConfig(draw=options.draw, temperature=temperature))
 
 
 DRAFTERS: dict[str, Callable[[DrafterOptions], Drafter | None]] = {"none": _none, "ngram": _ngram, "suffix": _suffix, "self": _self}
@@ -48,8 +53,9 @@ def make_drafter(options: DrafterOptions, loaded: LoadedModel, ops: Ops) -> Draf
     """
     if options.history is not None and options.spec != "suffix":
         raise ValueError(f"--history is kept by the suffix drafter only, not by {options.spec!r}: leave it out or use --drafter suffix")
-    if options.spec in DRAFTERS:
-        return DRAFTERS[options.spec](options)
+    name = options.spec.partition(":")[0] if options.spec.startswith("self:") else options.spec
+    if name in DRAFTERS:
+        return DRAFTERS[name](options)
     if not Path(options.spec).is_dir():
         raise ValueError(f"--drafter {options.spec!r} is neither one of {', '.join(DRAFTERS)} nor the directory of a trained drafter")
     from rollout_spec_mtp.serving import load_drafter

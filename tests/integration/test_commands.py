@@ -77,7 +77,7 @@ def test_a_rollout_leaves_its_three_files(tiny_dir: Path, prompts_file: Path, tm
     assert len(read_events(out / "events.jsonl")) > 15
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "suffix", "self"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "self", "self:0.7"])
 def test_a_seed_gives_the_same_tokens_with_and_without_speculation(
     drafter: str, tiny_dir: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
@@ -180,6 +180,7 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "missing model": (("--model", "no/such/dir/here"), "is neither 'smollm2-135m', nor a local directory"),
     "unknown task": (("--prompts", "gsm_symbolicc:2"), "gsm_symbolic"),
     "unknown drafter": (("--drafter", "eagle9"), "--drafter 'eagle9' is neither one of none, ngram, suffix, self"),
+    "self at no temperature": (("--drafter", "self:hot"), "give self, or self:T"),
     "unknown verifier": (("--verifier", "lenient"), "--verifier 'lenient' is not one of auto, rejection"),
     "verifier that is not exact": (
         ("--drafter", "ngram", "--verifier", "block"),
