@@ -6,6 +6,8 @@ All calls are safe from any thread or event loop; they take effect between two r
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -39,13 +41,13 @@ class AsyncEngine:
         self._thread.start()
 
     async def generate(self, request: Request) -> Completion:
-        """The finished completion. Cancelling the awaiting task aborts the request."""
-        result: Future[Completion] = Future()
-        request_id: str = await asyncio.wrap_future(self._call(lambda: self._add(request, result)))
+        """The finished completion. Cancelling the awaiting task aborts the request, wherever it is by then."""
+        named = request if request.request_id is not None else dataclasses.replace(request, request_id=secrets.token_hex(8))
+        assert named.request_id is not None
         try:
-            return await asyncio.wrap_future(result)
+            return await asyncio.wrap_future(self.submit(named))
         except asyncio.CancelledError:
-            self.abort(request_id)
+            self.abort(named.request_id)
             raise
 
     def submit(self, request: Request) -> Future[Completion]:
@@ -53,8 +55,11 @@ class AsyncEngine:
         result: Future[Completion] = Future()
 
         def add() -> None:
+            # From here on the future cannot be cancelled under the thread that will fill it.
+            if not result.set_running_or_notify_cancel():
+                return
             try:
-                self._add(request, result)
+                self._results[self._engine.add(request)] = result
             except ValueError as error:
                 result.set_exception(error)
 
@@ -91,11 +96,6 @@ class AsyncEngine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _add(self, request: Request, result: Future[Completion]) -> str:
-        request_id = self._engine.add(request)
-        self._results[request_id] = result
-        return request_id
-
     def _call(self, action: Callable[[], T]) -> Future[T]:
         """Run action on the engine's thread between two rounds."""
         outcome: Future[T] = Future()
@@ -121,9 +121,7 @@ class AsyncEngine:
         try:
             while self._take_commands():
                 for completion in self._engine.step():
-                    result = self._results.pop(completion.request_id)
-                    if not result.cancelled():
-                        result.set_result(completion)
+                    self._results.pop(completion.request_id).set_result(completion)
         except BaseException as error:  # whatever broke the engine must reach every caller, not die with this thread
             with self._wake:
                 self._failure = error

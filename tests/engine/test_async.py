@@ -42,11 +42,14 @@ def test_abort_returns_what_there_is_and_resume_goes_on() -> None:
         assert running.submit(dataclasses.replace(whole, resume=partial)).result(timeout=30).token_ids == wanted
 
 
-def test_cancelling_the_caller_frees_the_slot() -> None:
+@pytest.mark.parametrize("delay_s", [0.0, 0.01])
+def test_cancelling_the_caller_frees_the_slot(delay_s: float) -> None:
+    """At once, when the request may not even have been taken, and while it runs."""
+
     async def main() -> int:
         with AsyncEngine(engine(config={"max_batch": 1})) as running:
             task = asyncio.create_task(running.generate(requests(length=80)[0]))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(delay_s)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
