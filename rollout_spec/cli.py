@@ -76,11 +76,6 @@ app = typer.Typer(
 )
 
 
-def run(composition: Composition) -> None:
-    """Entry point: the commands over one composition of drafters and kernels."""
-    app(obj=composition)
-
-
 def _composition(context: typer.Context) -> Composition:
     composition = context.obj
     assert isinstance(composition, Composition)

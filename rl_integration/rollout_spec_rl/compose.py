@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from rollout_spec.drafters.self_draft import SelfConfig, SelfDrafter
 from rollout_spec.drafters.suffix import SuffixDrafter
 
 if TYPE_CHECKING:
+    import typer
+
     from rollout_spec.engine.load import LoadedModel
     from rollout_spec.engine.ops import Ops
 
@@ -93,13 +96,19 @@ def findings() -> list[Finding]:
 COMPOSITION = Composition(make_drafter=make_drafter, make_ops=make_ops, load_vllm=load_vllm, findings=findings)
 
 
-def main() -> None:
-    """Entry point of the command ``rollout-spec``."""
-    from rollout_spec import cli
+@functools.cache
+def application() -> typer.Typer:
+    """Every command: the core's and those of the trained drafters."""
+    from rollout_spec.cli import app
     from rollout_spec_mtp.cli import add_commands
 
-    add_commands(cli.app)
-    cli.run(COMPOSITION)
+    add_commands(app)
+    return app
+
+
+def main() -> None:
+    """Entry point of the command ``rollout-spec``."""
+    application()(obj=COMPOSITION)
 
 
 if __name__ == "__main__":  # accelerate launches modules, not commands: -m rollout_spec_rl.compose

@@ -98,9 +98,9 @@ def test_documents_name_targets_that_exist(repository_root: Path) -> None:
 def test_documents_name_commands_and_options_that_exist(repository_root: Path) -> None:
     import typer
 
-    from rollout_spec.cli import app
+    from rollout_spec_rl.compose import application
 
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(application())
     commands = {name: {option for parameter in command.params for option in parameter.opts} for name, command in group.commands.items()}  # type: ignore[attr-defined]
     text = (repository_root / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
     named = re.findall(r"rollout-spec ([a-z][a-z-]*)([^\n`]*)", text)
