@@ -13,10 +13,10 @@ class RoundEvent:
     round_index: int
     num_requests: int
     num_draft_tokens: int
-    num_accepted_tokens: int
-    num_emitted_tokens: int  # accepted + one recovered or bonus token a request
+    num_accepted_tokens: int  # drafted tokens that requests kept: what a stop cut off is not counted, here as in RequestEvent
+    num_emitted_tokens: int  # those + one recovered or bonus token for each request that no stop cut short
     drafted_by_depth: tuple[int, ...]  # requests that had a node at this depth and reached it
-    accepted_by_depth: tuple[int, ...]  # of those, requests that accepted one
+    accepted_by_depth: tuple[int, ...]  # of those, requests whose verifier accepted one, kept or not
     mean_accept_prob_by_depth: tuple[float, ...]
     mean_entropy: float  # nats, over emitted positions
     draft_s: float

@@ -148,12 +148,15 @@ class RoundLoop:
         context_lengths: Tensor,
         weights_version: int,
         detokenize: Detokenize | None,
-    ) -> int:
-        """Keep the accepted path's K/V behind the context, hand the emitted tokens to their requests; returns how many were kept."""
+    ) -> tuple[int, int]:
+        """Keep the accepted path's K/V behind the context and hand the emitted tokens to their requests.
+
+        Returns how many tokens were kept (a stop drops what comes after it), and how many of these were drafted.
+        """
         moves = kv_moves(verdict)
         if moves is not None:
             self._runner.commit(self._kv, slot_indices(ready), context_lengths, moves)
-        num_emitted = 0
+        num_emitted = num_accepted = 0
         num_nodes = tree.num_nodes.tolist()
         for index, (request, emissions) in enumerate(zip(ready, emissions_of(tree, verdict), strict=True)):
             if request.error is not None:
@@ -167,14 +170,15 @@ class RoundLoop:
             kept = request.append(emissions, weights_version, detokenize)
             request.num_cached += kept
             num_emitted += kept
-        return num_emitted
+            num_accepted += sum(emission.accepted_depth > 0 for emission in emissions[:kept])
+        return num_emitted, num_accepted
 
     def _emit_event(
         self,
         ready: Sequence[RunningRequest],
         tree: DraftTree,
         verdict: Verdict,
-        num_emitted: int,
+        kept: tuple[int, int],
         *,
         seconds: tuple[float, float, float, float],
         weights_version: int,
@@ -189,8 +193,8 @@ class RoundLoop:
                 round_index=self._round_index,
                 num_requests=sum(live),
                 num_draft_tokens=int(tree.num_nodes.sum()),
-                num_accepted_tokens=sum(accepted),
-                num_emitted_tokens=num_emitted,
+                num_accepted_tokens=kept[1],
+                num_emitted_tokens=kept[0],
                 drafted_by_depth=drafted,
                 accepted_by_depth=accepted,
                 mean_accept_prob_by_depth=mean_probs,

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout_spec.engine.plan import AttentionPlan
-from rollout_spec.engine.stack import DecoderLayer, LayerOps, LayerStack, Linear, StackResult
+from rollout_spec.engine.stack import DecoderLayer, LayerOps, LayerStack, Linear, StackOutput
 from rollout_spec.verify.categorical import draw_tokens
 from rollout_spec.verify.randomness import KeyedNoise, NumpyNoise
 
@@ -36,7 +36,7 @@ class Stack(Protocol):
         row_slots: Tensor,
         row_indices: Tensor,
         tap_layers: Collection[int] = (),
-    ) -> StackResult: ...
+    ) -> StackOutput: ...
 
 
 class LogSoftmaxStats(Protocol):

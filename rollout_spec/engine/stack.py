@@ -40,17 +40,10 @@ class DecoderLayer:
     sliding_window: int  # 0 = none
 
 
-class StackResult(Protocol):
-    """The final norm's output, and the residual stream after each layer that was asked for."""
-
-    @property
-    def hidden(self) -> Tensor: ...  # [R, H]
-    @property
-    def taps(self) -> dict[int, Tensor]: ...  # layer -> [R, H]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StackOutput:
+    """The final norm's output, and the residual stream after each layer that was asked for."""
+
     hidden: Tensor  # [R, H]
     taps: dict[int, Tensor]  # layer -> [R, H]
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from rollout_spec.acceptance import (
+    acceptance_by_depth,
+    acceptance_length_per_request,
+    acceptance_length_pooled,
+    acceptance_rate_pooled,
+)
 from rollout_spec.events import Event, PrefillEvent, RequestEvent, RoundEvent
 
 
@@ -53,12 +59,12 @@ class SummarySink:
 
     def summary(self) -> dict[str, object]:
         """Rates and lengths; a ratio without a denominator is null. Pooled = ratio of sums, per_request = mean of ratios."""
-        lengths = [1 + accepted / rounds for accepted, rounds in self.per_request]
+        accepted, rounds = [accepted for accepted, _ in self.per_request], [rounds for _, rounds in self.per_request]
         return {
-            "acceptance_rate": _ratio(self.num_accepted_tokens, self.num_draft_tokens),
-            "acceptance_length_pooled": _ratio(self.num_request_rounds + self.num_accepted_tokens, self.num_request_rounds),
-            "acceptance_length_per_request": _ratio(sum(lengths), len(lengths)),
-            "acceptance_by_depth": [_ratio(a, d) for a, d in zip(self.accepted_by_depth, self.drafted_by_depth, strict=True)],
+            "acceptance_rate": _known(acceptance_rate_pooled([self.num_accepted_tokens], [self.num_draft_tokens])),
+            "acceptance_length_pooled": _known(acceptance_length_pooled([self.num_accepted_tokens], [self.num_request_rounds])),
+            "acceptance_length_per_request": _known(acceptance_length_per_request(accepted, rounds)),
+            "acceptance_by_depth": [_known(rate) for rate in acceptance_by_depth(self.drafted_by_depth, self.accepted_by_depth)],
             "mean_entropy": _ratio(self.entropy_sum, self.entropy_count),
             "num_rounds": self.num_rounds,
             "num_request_rounds": self.num_request_rounds,
@@ -67,6 +73,10 @@ class SummarySink:
             "ms_per_round": _ratio(1e3 * (sum(self.seconds.values()) - self.prefill_s), self.num_rounds),
             "seconds": {**self.seconds, "prefill_within_target": self.prefill_s},
         }
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def _ratio(over: float, under: float) -> float | None:

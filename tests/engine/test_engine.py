@@ -181,8 +181,13 @@ def test_a_stop_token_inside_a_block_ends_the_request_there() -> None:
     stop_at = next(i for i in range(2, 12) if plain.token_ids[i] not in plain.token_ids[:i])
     stopping = dataclasses.replace(requests(length=stop_at + 4)[0], stop_token_ids=(plain.token_ids[stop_at],))
     drafter = ScriptedDrafter(oracle({PROMPTS[0]: plain.token_ids}, 8))
-    done = engine(drafter=drafter, controller=FixedBudget(draft_length=8)).generate([stopping])[0]
+    sink = MemorySink()
+    done = engine(drafter=drafter, controller=FixedBudget(draft_length=8), sink=sink).generate([stopping])[0]
     assert done.token_ids == plain.token_ids[: stop_at + 1]
+    (event,) = [event for event in sink.events if isinstance(event, RoundEvent)]
+    # The verifier accepted more than the stop let through; both counts of accepted tokens say what was kept.
+    assert event.num_accepted_tokens == event.num_emitted_tokens == done.num_accepted_tokens == stop_at + 1
+    assert sum(event.accepted_by_depth) > event.num_accepted_tokens
     assert (done.finish_reason, done.stop_reason) == ("stop", plain.token_ids[stop_at])
     assert len(done.logprobs) == stop_at + 1
 
