@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_tiny import VOCAB, collect, prompts, random_rollout, tiny_policy
+from mtp_tiny import collect, prompts, random_rollout, tiny_policy
 
 from rollout_spec.engine.load import make_runner
 from rollout_spec_mtp.configs import build
@@ -15,7 +15,8 @@ from rollout_spec_mtp.training.batches import Batches, split_held_out
 from rollout_spec_mtp.training.collect import CollectConfig, Collector
 from rollout_spec_mtp.training.packing import pack
 from rollout_spec_mtp.training.protocol import PADDING, PolicyParts
-from rollout_spec_mtp.training.shards import RolloutSet, ShardWriter, draft_vocabulary, first_fit
+from rollout_spec_mtp.training.shards import RolloutSet, ShardWriter, first_fit
+from rollout_spec_mtp.training.vocabulary import draft_vocabulary, expected_counts
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -154,15 +155,28 @@ def test_padding_is_marked_and_states_lie_beside_their_tokens() -> None:
     torch.testing.assert_close(batch.target_lse[1, :3], second.target_lse)
 
 
-def test_draft_vocabulary_is_the_most_frequent_tokens(tmp_path: Path) -> None:
+def test_draft_vocabulary_is_the_likeliest_tokens() -> None:
     assert draft_vocabulary(torch.tensor([5, 1, 5, 9, 0]), 3).tolist() == [0, 2, 3]
     assert draft_vocabulary(torch.tensor([1, 1, 1]), 2).tolist() == [0, 1]
-    rollouts = collect(tiny_policy(), tmp_path, count=6)
-    counts = rollouts.token_counts([0, 3], VOCAB)
-    expected = torch.cat([rollouts[n].token_ids[rollouts[n].num_prompt_tokens :] for n in (0, 3)]).bincount(minlength=VOCAB)
-    assert counts.tolist() == expected.tolist()
     with pytest.raises(ValueError, match="between 1 and the policy's 5"):
         draft_vocabulary(torch.zeros(5), 6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_expected_counts_are_the_sums_of_the_laws_sampled_from(tmp_path: Path, temperature: float) -> None:
+    policy = tiny_policy()
+    rollouts = collect(policy, tmp_path, count=6, temperature=temperature)
+    laws = []
+    for rollout in (rollouts[0], rollouts[3]):
+        with torch.no_grad():
+            logits = policy(rollout.token_ids[None]).logits[0, rollout.num_prompt_tokens - 1 : -1]
+        laws.append((logits / temperature).softmax(-1))
+    head = policy.get_output_embeddings().weight.detach()
+    counts = expected_counts(rollouts, [0, 3], head, temperature)
+    torch.testing.assert_close(counts.float(), torch.cat(laws).sum(0), rtol=1e-4, atol=1e-4)
+    # Of fewer positions: every third of both sequences together.
+    fewer = expected_counts(rollouts, [0, 3], head, temperature, max_positions=-(-len(torch.cat(laws)) // 3))
+    torch.testing.assert_close(fewer.float(), torch.cat(laws)[::3].sum(0), rtol=1e-4, atol=1e-4)
 
 
 def test_a_half_written_shard_is_not_in_the_index(tmp_path: Path) -> None:

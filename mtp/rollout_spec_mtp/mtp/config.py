@@ -11,7 +11,7 @@ class MTPConfig:
 
     draft_length: int = 4  # recursive steps it is trained for; it may be asked for more
     hidden_layers: tuple[int, ...] = (-1,)
-    start_from_policy: bool = True  # the layer starts as the policy's last one, not at random
+    start_from_policy: bool = True  # the layer reads as the policy's last one at first, not at random
 
     def __post_init__(self) -> None:
         if self.draft_length < 1:

@@ -21,7 +21,7 @@ PRECISIONS = ("float32", "bfloat16")
 @dataclass(frozen=True, kw_only=True)
 class DrafterSection:
     kind: str = "mtp"
-    draft_vocabulary: int | None = None  # so many tokens, the most frequent of the training rollouts; None = all
+    draft_vocabulary: int | None = None  # so many tokens, the likeliest on the training rollouts; None = all
     settings: Mapping[str, Any] = field(default_factory=dict)  # the kind's own: MTPConfig, BlockConfig
 
 

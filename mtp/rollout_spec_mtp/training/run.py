@@ -27,8 +27,9 @@ from rollout_spec_mtp.training.config import TrainConfig
 from rollout_spec_mtp.training.evaluation import evaluate_drafter
 from rollout_spec_mtp.training.packing import supervision_lines
 from rollout_spec_mtp.training.protocol import PolicyParts, TrainableDrafter
-from rollout_spec_mtp.training.shards import RolloutSet, draft_vocabulary, read_index
+from rollout_spec_mtp.training.shards import RolloutSet, read_index
 from rollout_spec_mtp.training.trainer import Trainer, check_resume
+from rollout_spec_mtp.training.vocabulary import draft_vocabulary, expected_counts
 
 
 class Display(Protocol):
@@ -139,7 +140,8 @@ def make_trainer(
     training, held_out = split_held_out(rollouts, config.evaluate.held_out)
     ids = None
     if config.drafter.draft_vocabulary is not None:
-        ids = draft_vocabulary(rollouts.token_counts(training, policy.vocab_size), config.drafter.draft_vocabulary).to(policy.head.device)
+        counts = expected_counts(rollouts, training, policy.head, config.collect.temperature)
+        ids = draft_vocabulary(counts, config.drafter.draft_vocabulary)
     torch.manual_seed(config.train.seed)
     model = kind_of(config.drafter.kind).build(config.drafter.settings, policy, ids)
     options = config.train

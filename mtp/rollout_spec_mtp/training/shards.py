@@ -163,23 +163,6 @@ class RolloutSet(Sequence[Rollout]):
             target_entropies=file.get_slice("target_entropies")[states],
         )
 
-    def token_counts(self, numbers: Sequence[int], vocab_size: int) -> Tensor:
-        """[V] int64: how often each token was sampled in the responses of these sequences."""
-        counts = torch.zeros(vocab_size, dtype=torch.int64)
-        for number in numbers:
-            _, shard, place = self._places[number]
-            begin, end = self._starts[shard][place : place + 2]
-            tokens = self._files[shard].get_slice("tokens")[begin + self.prompt_length(number) : end]
-            counts += torch.bincount(tokens, minlength=vocab_size)
-        return counts
-
-
-def draft_vocabulary(counts: Tensor, size: int) -> Tensor:
-    """[size] int64: ids, ascending, of the most frequent tokens of counts [V]; of equally frequent ones the lowest ids."""
-    if not 1 <= size <= counts.numel():
-        raise ValueError(f"draft_vocabulary must be between 1 and the policy's {counts.numel()}, got {size}")
-    return counts.sort(descending=True, stable=True).indices[:size].sort().values
-
 
 def first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> list[list[int]]:
     """Rows of sequence numbers, taken in ``order``, each row's lengths summing to capacity or less (a longer sequence has one alone).
