@@ -47,12 +47,27 @@ def test_each_loss_falls(rollouts: RolloutSet, tmp_path: Path, loss: dict[str, f
     assert sum(losses[-third:]) < sum(losses[:third])
 
 
+def test_a_phase_of_fewer_slots_trains_those_alone(rollouts: RolloutSet, tmp_path: Path) -> None:
+    whole, short = ([{"share": 1.0, "loss": {"kl": 1.0}, **slots}] for slots in ({}, {"slots": 1}))
+    sink, reference = ListSink(), ListSink()
+    for phases, length, seen, out in ((short, 3, sink, "a"), (whole, 1, reference, "b")):
+        config = train_config(phases=phases, drafter={"settings": {"draft_length": length}}, train={"epochs": 1})
+        trainer, _ = trainer_for(config, tiny_policy(), rollouts, tmp_path / out, seen)
+        for step in range(3):
+            trainer._report(step, trainer._step(step))
+    # Training the first of three slots is training a head of one slot, where a response is long enough for either.
+    assert [e.loss for e in sink.events] == pytest.approx([e.loss for e in reference.events], rel=1e-5)
+    with pytest.raises(ValueError, match=r"slots 4 cannot be trained .* it drafts 3 tokens"):
+        trainer_for(train_config(phases=[{"share": 1.0, "loss": {"kl": 1.0}, "slots": 4}]), tiny_policy(), rollouts, tmp_path / "c")
+
+
 def test_policy_gets_no_gradient_and_shares_no_parameter(rollouts: RolloutSet, tmp_path: Path) -> None:
     policy = tiny_policy()
     before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
     trainer, model = trainer_for(train_config(), policy, rollouts, tmp_path)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     trainer._step(0)
+    trainer._step(1)  # what feeds a projection that starts at zero has no gradient in the first step
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in policy.parameters())
     assert all(torch.equal(parameter, before[name]) for name, parameter in policy.named_parameters())
     still = [name for name, parameter in model.named_parameters() if torch.equal(parameter, start[name])]
@@ -190,7 +205,7 @@ def test_config_file_of_the_repository_loads_and_wrong_overrides_are_refused(rep
 
 def test_phases_change_at_their_shares() -> None:
     config = train_config(phases=[{"share": 0.25, "loss": {"kl": 1.0}}, {"share": 0.75, "loss": {"e2e_tv": 1.0}}])
-    assert [config.loss_at(step, 8).kl for step in range(8)] == [1.0] * 2 + [0.0] * 6
+    assert [config.phase_at(step, 8).loss.kl for step in range(8)] == [1.0] * 2 + [0.0] * 6
     with pytest.raises(ValueError, match="add up to 1"):
         train_config(phases=[{"share": 0.5, "loss": {"kl": 1.0}}])
     rates = [config.train.lr_at(step, 20) for step in range(20)]

@@ -25,6 +25,7 @@ class BlockModel(nn.Module):
     """
 
     kind = "block"
+    sequential = False
 
     def __init__(self, config: BlockConfig, policy: PolicyParts, draft_token_ids: Tensor | None = None) -> None:
         super().__init__()

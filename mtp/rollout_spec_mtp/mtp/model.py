@@ -28,6 +28,7 @@ class MTPModel(nn.Module):
     """Holds the head's own parameters in float32; embedding, output head and rotary table are the policy's, borrowed."""
 
     kind = "mtp"
+    sequential = True
 
     def __init__(self, config: MTPConfig, policy: PolicyParts, draft_token_ids: Tensor | None) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class MTPModel(nn.Module):
         return SlotLayout(anchors=anchors, token_rows=token_rows, target_rows=token_rows - 1, valid=valid.flatten(0, 1)[anchors])
 
     def forward(self, batch: PackedBatch, layout: SlotLayout) -> Tensor:
-        """[T, G, H] states g of every slot, teacher-forced."""
+        """[T, G, H] states g of every slot of the layout, teacher-forced; G may be less than num_slots."""
         length = batch.token_ids.shape[1]
         rows, places = layout.anchors // length, layout.anchors % length
         rank = _rank_in_group(rows)
@@ -108,7 +109,7 @@ class MTPModel(nn.Module):
         state = _take(state, index)
         outputs = [state]
         own = torch.eye(index.shape[1], dtype=torch.bool, device=index.device).expand(index.shape[0], -1, -1)
-        for step in range(2, self.num_slots + 1):
+        for step in range(2, layout.valid.shape[1] + 1):
             # Padded and invalid slots repeat the row's last token; nothing valid sees them.
             tokens = batch.token_ids.gather(1, (index + step).clamp(max=length - 1))
             positions = batch.positions.gather(1, index) + step - 1

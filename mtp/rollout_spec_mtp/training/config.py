@@ -27,12 +27,15 @@ class DrafterSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A part of the curriculum: its share of the steps, and the loss it trains on."""
+    """A part of the curriculum: its share of the steps, the loss it trains on, and how much of each draft."""
 
     share: float
     loss: LossConfig
+    slots: int | None = None  # the first so many drafted tokens (an MTP head's steps cost alike, and the first teaches most); None = all
 
     def __post_init__(self) -> None:
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"phases: slots must be 1 or more, got {self.slots}")
         if not 0 < self.share <= 1:
             raise ValueError(f"phases: share must be in (0, 1], got {self.share}")
 
@@ -118,14 +121,14 @@ class TrainConfig:
         if not self.phases or not math.isclose(sum(phase.share for phase in self.phases), 1.0, abs_tol=1e-6):
             raise ValueError(f"the phases' shares must add up to 1, got {[phase.share for phase in self.phases]}")
 
-    def loss_at(self, step: int, num_steps: int) -> LossConfig:
-        """The loss of step 0, 1, ... of num_steps."""
+    def phase_at(self, step: int, num_steps: int) -> Phase:
+        """The phase of step 0, 1, ... of num_steps."""
         end = 0.0
         for phase in self.phases:
             end += phase.share
             if step < round(end * num_steps):
-                return phase.loss
-        return self.phases[-1].loss
+                return phase
+        return self.phases[-1]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:

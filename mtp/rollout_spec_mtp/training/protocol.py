@@ -50,6 +50,15 @@ class SlotLayout:
     target_rows: Tensor  # [T, G] int64 flat row of the state whose head output is that slot's target law (token_rows - 1)
     valid: Tensor  # [T, G] bool
 
+    def first(self, num_slots: int) -> SlotLayout:
+        """The same drafts, shorter."""
+        return SlotLayout(
+            anchors=self.anchors,
+            token_rows=self.token_rows[:, :num_slots],
+            target_rows=self.target_rows[:, :num_slots],
+            valid=self.valid[:, :num_slots],
+        )
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyParts:
@@ -91,6 +100,7 @@ class TrainableDrafter(Protocol):
 
     kind: str
     num_slots: int  # G
+    sequential: bool  # slots come one after the other: the first ones of a layout can be had without the later ones
     hidden_layers: tuple[int, ...]  # the target layers whose states it reads
     draft_token_ids: Tensor | None  # [Vd] int64 target id of every draft column; None: the whole vocabulary
 

@@ -90,16 +90,23 @@ def collect_only(config: TrainConfig, folder: Path, ops: Ops, display: Display) 
 
 
 def run_training(
-    config: TrainConfig, out: Path, ops: Ops, display: Display, *, resume: bool, accelerator: Accelerator | None = None
+    config: TrainConfig,
+    out: Path,
+    ops: Ops,
+    display: Display,
+    *,
+    resume: bool,
+    accelerator: Accelerator | None = None,
+    workplace: Workplace | None = None,
 ) -> dict[str, Any]:
-    """Collect (if need be), train and evaluate; returns what evaluation.json holds."""
+    """Collect (if need be), train and evaluate; returns what evaluation.json holds. ``workplace``: the policy, if it is loaded already."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     accelerator = _accelerator(config, out) if accelerator is None else accelerator
     settings: dict[str, Any] = to_mapping(config)
     if accelerator.is_main_process:
         check_resume(out, settings, resume=resume)
-    workplace = open_workplace(config.model, config.collect.dtype, ops, display)
+    workplace = workplace or open_workplace(config.model, config.collect.dtype, ops, display)
     layers = _hidden_layers(config, workplace.policy)
     with accelerator.main_process_first():
         rollouts = run_collect(workplace, config.collect, layers, out / "rollouts", display)

@@ -69,6 +69,7 @@ class Trainer:
         options = config.train
         self.num_steps = batches.num_steps(options.epochs, options.rows_per_step)
         self._check_processes()
+        self._check_phases(model)
         assert_policy_frozen(model, policy)
         decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
@@ -97,6 +98,12 @@ class Trainer:
         if self._accelerator.distributed_type is DistributedType.DEEPSPEED and per_process != options.micro_rows:
             raise ValueError("DeepSpeed steps after every backward pass: set train.micro_rows to train.rows_per_step / processes")
 
+    def _check_phases(self, model: Any) -> None:
+        for phase in self._config.phases:
+            if phase.slots is not None and not (model.sequential and phase.slots <= model.num_slots):
+                reason = f"it drafts {model.num_slots} tokens" if model.sequential else "it drafts a block in one pass"
+                raise ValueError(f"phases: slots {phase.slots} cannot be trained of a drafter of kind {model.kind!r}: {reason}")
+
     def run(self, on_step: Callable[[int, dict[str, float]], None]) -> float:
         """Train from where ``progress`` stands to the end, or to an early stop; returns the best held-out accepted length."""
         config = self._config
@@ -119,17 +126,17 @@ class Trainer:
 
     def _step(self, step: int) -> dict[str, float]:
         options, accelerator = self._config.train, self._accelerator
-        loss_config = self._config.loss_at(step, self.num_steps)
+        phase = self._config.phase_at(step, self.num_steps)
         lr = options.lr_at(step, self.num_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        batches, layouts = self._micro_batches(step)
+        batches, layouts = self._micro_batches(step, phase.slots)
         counts = self._global_counts(layouts)
         self._optimizer.zero_grad()
         totals: dict[str, Tensor] = {}
         for place, (batch, layout) in enumerate(zip(batches, layouts, strict=True)):
             with nullcontext() if place + 1 == len(batches) else accelerator.no_sync(self._model):
-                output = self._loss(batch, layout, loss_config, counts)
+                output = self._loss(batch, layout, phase.loss, counts)
                 # Data parallelism averages the processes' gradients; their shares are to be added.
                 accelerator.backward(output.loss * accelerator.num_processes)
             for name, value in {"loss": output.loss.detach(), **output.metrics}.items():
@@ -142,8 +149,8 @@ class Trainer:
         metrics = _floats({name: accelerator.reduce(value, reduction="sum") for name, value in totals.items()})
         return {**metrics, "lr": lr, "grad_norm": float(norm) if norm is not None else 0.0}
 
-    def _micro_batches(self, step: int) -> tuple[list[PackedBatch], list[SlotLayout]]:
-        """This process's share of the step's rows, a micro-batch at a time."""
+    def _micro_batches(self, step: int, slots: int | None) -> tuple[list[PackedBatch], list[SlotLayout]]:
+        """This process's share of the step's rows, a micro-batch at a time; of each draft the first ``slots``."""
         options, accelerator = self._config.train, self._accelerator
         rows = self._batches.rows_of_step(step, options.rows_per_step)[accelerator.process_index :: accelerator.num_processes]
         batches = [
@@ -153,7 +160,8 @@ class Trainer:
         seeds = (
             options.seed + (step * accelerator.num_processes + accelerator.process_index) * len(batches) + i for i in range(len(batches))
         )
-        return batches, [self._bare.layout(batch, seed) for batch, seed in zip(batches, seeds, strict=True)]
+        layouts = [self._bare.layout(batch, seed) for batch, seed in zip(batches, seeds, strict=True)]
+        return batches, layouts if slots is None else [layout.first(slots) for layout in layouts]
 
     def _global_counts(self, layouts: Sequence[SlotLayout]) -> SlotCounts:
         own = torch.stack([SlotCounts.of(layout.valid).to_tensor() for layout in layouts]).sum(0)
