@@ -79,7 +79,8 @@ class MTPModel(nn.Module):
             self.tap_fc.weight[:, place * hidden : (place + 1) * hidden] += torch.eye(hidden, device=self.fc.weight.device)
         if config.start_from_policy:
             self.layer.load_state_dict(policy.module.model.layers[-1].state_dict())
-        for out in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
+        layer: Any = self.layer
+        for out in (layer.self_attn.o_proj, layer.mlp.down_proj):
             out.weight.zero_()
 
     def layout(self, batch: PackedBatch, seed: int) -> SlotLayout:  # noqa: ARG002  # every anchor is taken: nothing is random here
