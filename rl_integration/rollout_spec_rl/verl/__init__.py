@@ -1,0 +1,8 @@
+"""verl with rollouts by the embedded engine: a backend named ``rollout_spec``, a CPU platform, and Hydra groups that switch them on.
+
+    python -m verl.trainer.main_ppo +rollout_spec=suffix ...        # speculative rollouts
+    python -m verl.trainer.main_ppo +rollout_spec=off ...           # the same engine without speculation
+    python -m verl.trainer.main_ppo +machine=cpu +rollout_spec=... # on a machine without an accelerator
+
+verl loads ``plugin`` in every process by the entry-point group ``verl.plugins``; everything else here is imported where it is used.
+"""

@@ -1,0 +1,1 @@
+"""Hydra groups for verl's entry points: ``rollout_spec`` (off, suffix, mtp, block) and ``machine`` (cpu)."""
