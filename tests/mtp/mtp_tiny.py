@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from rollout_spec.engine.load import make_runner
 from rollout_spec.events import Event, EventSink
@@ -46,6 +47,19 @@ def tiny_policy(kind: str = "qwen3", **changes: object) -> nn.Module:
         "tie_word_embeddings": False,
     }
     return AutoModelForCausalLM.from_config(_CONFIGS[kind](**{**sizes, **changes}), dtype=torch.float32).eval()
+
+
+def save_policy(folder: Path, *, seed: int = 0) -> Path:
+    """A tiny policy on disk, with an output head of that seed and a tokenizer whose word i is "wI"."""
+    policy = tiny_policy()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        policy.lm_head.weight.normal_(std=0.3)
+    policy.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", pad_token="w0").save_pretrained(folder)
+    return folder
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from mtp_tiny import tiny_policy, train_config
-from transformers import PreTrainedTokenizerFast
+from mtp_tiny import save_policy, tiny_policy, train_config
 
 from rollout_spec.engine.ops import TorchOps
 from rollout_spec_mtp import refresh
@@ -23,21 +21,6 @@ class _Silent:
         return lambda now, note: None
 
 
-def _saved_policy(folder: Path, seed: int) -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    policy = tiny_policy()
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        policy.lm_head.weight.normal_(std=0.3)
-    policy.save_pretrained(folder)
-    words = {f"w{i}": i for i in range(61)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", pad_token="w0").save_pretrained(folder)
-    return folder
-
-
 def _config(tmp_path: Path, model: Path, **train: object):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "w{3 + i} w{5 + i} w7"}}\n' for i in range(24)))
@@ -50,7 +33,7 @@ def _config(tmp_path: Path, model: Path, **train: object):
 
 def test_a_drafter_is_trained_once_for_the_same_weights_and_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops, cache = TorchOps(), tmp_path / "cache"
-    config = _config(tmp_path, _saved_policy(tmp_path / "model", seed=0))
+    config = _config(tmp_path, save_policy(tmp_path / "model", seed=0))
     first = refreshed_drafter(config, cache, ops, _Silent())
     assert {path.name for path in first.iterdir()} >= {"config.json", "model.safetensors", "evaluation.json"}
     assert [path.name for path in cache.iterdir()] == [first.name], "rollouts and checkpoints are not kept"
@@ -62,6 +45,6 @@ def test_a_drafter_is_trained_once_for_the_same_weights_and_settings(tmp_path: P
     assert refreshed_drafter(config, cache, ops, _Silent()) == first
     assert not trained
     other_settings = refreshed_drafter(_config(tmp_path, tmp_path / "model", lr=1e-3), cache, ops, _Silent())
-    other_weights = refreshed_drafter(_config(tmp_path, _saved_policy(tmp_path / "model", seed=1)), cache, ops, _Silent())
+    other_weights = refreshed_drafter(_config(tmp_path, save_policy(tmp_path / "model", seed=1)), cache, ops, _Silent())
     assert len({first, other_settings, other_weights}) == 3
     assert len(trained) == 2

@@ -102,19 +102,20 @@ def run_training(
     """Collect (if need be), train and evaluate; returns what evaluation.json holds. ``workplace``: the policy, if it is loaded already."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    # The policy first: once a ZeRO-3 accelerator exists, transformers would load it in shards, and it is lent whole.
+    workplace = workplace or open_workplace(config.model, config.collect.dtype, ops, display)
     accelerator = _accelerator(config, out) if accelerator is None else accelerator
     settings: dict[str, Any] = to_mapping(config)
     if accelerator.is_main_process:
         check_resume(out, settings, resume=resume)
-    workplace = workplace or open_workplace(config.model, config.collect.dtype, ops, display)
     layers = _hidden_layers(config, workplace.policy)
     with accelerator.main_process_first():
         rollouts = run_collect(workplace, config.collect, layers, out / "rollouts", display)
     with contextlib.closing(JsonlSink(out / "train.jsonl")) as sink:
-        trainer = _train(config, workplace.policy, rollouts, accelerator, sink, out, display, resume=resume)
+        held_out = _train(config, workplace.policy, rollouts, accelerator, sink, out, display, resume=resume)
     if not accelerator.is_main_process:
         return {}
-    return run_evaluation(config, workplace, out, trainer.evaluate(), display)
+    return run_evaluation(config, workplace, out, held_out, display)
 
 
 def _train(
@@ -127,7 +128,8 @@ def _train(
     display: Display,
     *,
     resume: bool,
-) -> Trainer:
+) -> dict[str, float]:
+    """Held-out acceptance of the last weights."""
     trainer, model = make_trainer(config, policy, rollouts, accelerator=accelerator, sink=sink, out=out)
     start = trainer.resume() if resume else 0
     if config.train.trackers:
@@ -136,8 +138,9 @@ def _train(
     display.say(f"{len(rollouts)} sequences, {trainer.num_steps} steps from step {start}, drafter of {parameters:.1f} M parameters")
     update = display.bar("train", trainer.num_steps, start)
     trainer.run(lambda step, metrics: update(step, f"loss {metrics['loss']:.3f}  length {1 + metrics['rejection_length_estimate']:.2f}"))
+    held_out = trainer.evaluate()  # by all processes: ZeRO-3 gathers the weights for it
     accelerator.end_training()
-    return trainer
+    return held_out
 
 
 def make_trainer(

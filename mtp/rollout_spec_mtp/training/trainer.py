@@ -97,6 +97,9 @@ class Trainer:
             )
         if self._accelerator.distributed_type is DistributedType.DEEPSPEED and per_process != options.micro_rows:
             raise ValueError("DeepSpeed steps after every backward pass: set train.micro_rows to train.rows_per_step / processes")
+        plugin = self._accelerator.state.deepspeed_plugin
+        if options.ema_decay is not None and plugin is not None and plugin.zero_stage == 3:
+            raise ValueError("train.ema_decay: no process holds the weights that ZeRO-3 spreads out; leave it out, or use ZeRO-2")
 
     def _check_phases(self, model: Any) -> None:
         for phase in self._config.phases:
@@ -214,9 +217,9 @@ class Trainer:
         return metrics
 
     def _save_drafter(self, metrics: dict[str, float]) -> None:
-        tensors = self._accelerator.get_state_dict(self._model)  # gathers what ZeRO spread out
-        tensors = {**tensors, **self.progress.ema}
+        tensors = self._accelerator.get_state_dict(self._model)  # gathers what ZeRO spread out, on the main process alone
         if self._accelerator.is_main_process:
+            tensors = {**tensors, **self.progress.ema}
             about = {"step": self.progress.step, "temperature": self._config.collect.temperature, **metrics}
             save_drafter(self._out / "drafter", self._bare, self._policy, tensors=tensors, about=about)
         self._accelerator.wait_for_everyone()
