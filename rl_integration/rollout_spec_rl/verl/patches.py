@@ -1,0 +1,130 @@
+"""Every change that is made to verl's code while it runs, each with its reason and the upstream source it was written against.
+
+``tests/rl/test_patches.py`` fails when verl's source at one of these places is no longer the one that the patch knows.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+TESTED_VERL = ("0.9.1",)
+_APPLIED = "__rollout_spec_patch__"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """``replace`` gets what stands at ``target`` and returns what shall stand there."""
+
+    target: str  # "module:Class.method"
+    reason: str
+    upstream: str  # fingerprint of the target's source in the tested versions
+    replace: Callable[[Any], Any]
+
+    def _place(self) -> tuple[Any, str]:
+        module, _, path = self.target.partition(":")
+        owner: Any = importlib.import_module(module)
+        *outer, name = path.split(".")
+        for part in outer:
+            owner = getattr(owner, part)
+        return owner, name
+
+    def fingerprint(self) -> str:
+        """Of the source that is installed."""
+        owner, name = self._place()
+        return fingerprint(getattr(getattr(owner, name), _APPLIED, getattr(owner, name)))
+
+    def apply(self) -> None:
+        """Once a process; a second call changes nothing."""
+        owner, name = self._place()
+        original = getattr(owner, name)
+        if hasattr(original, _APPLIED):
+            return
+        replaced = self.replace(original)
+        setattr(replaced, _APPLIED, original)
+        setattr(owner, name, replaced)
+
+
+def fingerprint(code: Any) -> str:
+    """Twelve hexadecimal digits of a function's or class's source."""
+    return hashlib.sha256(inspect.getsource(code).encode()).hexdigest()[:12]
+
+
+def check_version() -> None:
+    """Raise ValueError if the installed verl is not one that the patches were written for."""
+    installed = metadata.version("verl")
+    if installed not in TESTED_VERL:
+        wanted = " or ".join(TESTED_VERL)
+        raise ValueError(
+            f"verl {installed} is not among the versions that rollout_spec is tested with ({wanted}): pip install 'verl=={wanted}'"
+        )
+
+
+def _gloo_process_group(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def initialize(timeout_second: int | None = None, backend: str | None = None) -> None:
+        original(timeout_second, backend or "cpu:gloo")
+
+    return initialize
+
+
+def _log_with_rollout_metrics(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def log(self: Any, data: dict[str, Any], step: int, backend: Any = None) -> None:
+        from rollout_spec_rl.verl.collect import step_metrics
+
+        # Validation and generations are logged by the same call; only a training step asks the servers.
+        if "training/global_step" in data:
+            data = {**data, **step_metrics()}
+        original(self, data, step, backend)
+
+    return log
+
+
+def _setup_without_its_log_line(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def setup(self: Any) -> None:
+        from verl.trainer.ppo.v1 import trainer_separate_async
+
+        level = trainer_separate_async.logger.level
+        trainer_separate_async.logger.setLevel(logging.WARNING)
+        try:
+            original(self)
+        finally:
+            trainer_separate_async.logger.setLevel(level)
+
+    return setup
+
+
+ON_CPU = (
+    Patch(
+        target="verl.utils.distributed:initialize_global_process_group_ray",
+        reason='on a CPU platform verl asks torch for the backend "cpu:gloo,cpu:gloo", which names a device twice and is refused',
+        upstream="761a94d1a2e0",
+        replace=_gloo_process_group,
+    ),
+)
+IN_EVERY_PROCESS = (
+    Patch(
+        target="verl.utils.tracking:Tracking.log",
+        reason="verl has no hook for a backend's metrics; its own acceptance metrics call a zero denominator 0 and are lost in async modes",
+        upstream="2158e536f185",
+        replace=_log_with_rollout_metrics,
+    ),
+)
+IN_THE_TRAINER = (
+    Patch(
+        target="verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync._setup",
+        reason="it calls logger.info(..., flush=True), a TypeError unless the logger's level is above INFO",
+        upstream="792593a969da",
+        replace=_setup_without_its_log_line,
+    ),
+)
+EVERY_PATCH = (*ON_CPU, *IN_EVERY_PROCESS, *IN_THE_TRAINER)

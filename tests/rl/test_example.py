@@ -1,0 +1,81 @@
+"""The parts of examples/verl_grpo_tiny that are Python, without verl."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pyarrow.parquet as pq
+import pytest
+
+
+def example(repository_root: Path, name: str) -> ModuleType:
+    path = repository_root / "examples" / "verl_grpo_tiny" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"verl_grpo_tiny_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def step(number: int, reward: float, ratio: float, **more: float) -> str:
+    data = {
+        "training/global_step": number,
+        "critic/rewards/mean": reward,
+        "rollout_corr/rollout_is_max": 1.0,
+        "rollout_corr/rollout_is_min": ratio,
+        **more,
+    }
+    return json.dumps({"step": number, "data": data})
+
+
+def test_summary(repository_root: Path) -> None:
+    summarise = example(repository_root, "summarise").summarise
+    lines = [
+        step(
+            1, 0.25, 0.9999, **{"rollout_spec/policy_version": 1, "rollout/spec_accept_length": 1.5, "rollout_spec/num_failed_requests": 0}
+        ),
+        json.dumps({"step": 1, "data": {"val-core/acc": 1.0}}),
+        step(
+            2, 0.75, 0.999, **{"rollout_spec/policy_version": 2, "rollout/spec_accept_length": 2.5, "rollout_spec/num_failed_requests": 3}
+        ),
+    ]
+    summary = summarise(lines)
+    assert (summary["num_steps"], summary["last_step"]) == (2, 2)
+    assert (summary["reward_first"], summary["reward_last"]) == (0.25, 0.75)
+    assert summary["policy_versions"] == [1, 2]
+    assert summary["mean"]["rollout/spec_accept_length"] == 2.0
+    assert summary["largest"] == {"rollout_spec/num_failed_requests": 3}
+    assert summary["largest_logprob_difference"] == pytest.approx(-math.log(0.999))
+    with pytest.raises(ValueError, match="no training step was logged"):
+        summarise(lines[1:2])
+
+
+def test_reward_is_the_share_of_digits(repository_root: Path) -> None:
+    score = example(repository_root, "reward").compute_score
+    found = [score(data_source="sums", solution_str=text, ground_truth="3", extra_info=None) for text in ("12a4", "", "abc")]
+    assert found == [0.75, 0.0, 0.0]
+
+
+def test_model_and_prompts_are_made_from_nothing(repository_root: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from rollout_spec.engine.load import load_model
+
+    prepare = example(repository_root, "prepare")
+    prepare.write_model(tmp_path / "model")
+    prepare.write_prompts(tmp_path / "train.parquet", [(1, 2), (3, 4)])
+    rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    assert [row["reward_model"]["ground_truth"] for row in rows] == ["3", "7"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = tokenizer.apply_chat_template(rows[0]["prompt"], add_generation_prompt=True, return_dict=False)
+    text = "<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids) == text
+    assert len(ids) == len(text.replace("<|im_start|>", "s").replace("<|im_end|>", "e"))
+    loaded = load_model(str(tmp_path / "model"))
+    assert loaded.module.config.eos_token_id == tokenizer.eos_token_id
+    assert len(tokenizer) == loaded.module.config.vocab_size
