@@ -6,6 +6,7 @@ Shape legend: B requests, N nodes (padded), D depth of the deepest node, V targe
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -111,7 +112,7 @@ class DraftTree:
 
     def is_chain(self) -> bool:
         """True if every request's nodes form one path from the root."""
-        return bool(((self.parents == _chain_parents(self.parents)) | ~self.valid()).all())
+        return self._is_chain
 
     def depths(self) -> Tensor:
         """[B, N] int64: 1 for children of the root, parent's depth + 1 below; 0 at padding.
@@ -175,6 +176,12 @@ class DraftTree:
             request, node, sibling = twice.nonzero()[0].tolist()
             token = self.token_ids[request, node].item()
             raise ValueError(f"draft tree: request {request}, nodes {sibling} and {node} are siblings with the same token {token}")
+
+    @functools.cached_property
+    def _is_chain(self) -> bool:
+        """is_chain, which a round asks several times."""
+        chain = _chain_parents(self.parents)
+        return torch.equal(self.parents, chain) or bool(((self.parents == chain) | ~self.valid()).all())
 
     def _siblings(self, valid: Tensor) -> Tensor:
         """[B, N, N] bool: both nodes are valid and hang below the same parent."""

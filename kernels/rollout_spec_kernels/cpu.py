@@ -17,10 +17,14 @@ from torch import Tensor
 
 from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.stack import DecoderLayer
-from rollout_spec.noise import Stream
+from rollout_spec.tree import DraftTree
+from rollout_spec.verdict import Verdict
+from rollout_spec.verify import Scheme, TargetRows, VerifyNoise
 from rollout_spec_kernels.decoder import DecoderStack
-from rollout_spec_kernels.library import checked, is_bfloat16, library, unavailable_reason
+from rollout_spec_kernels.library import checked, is_bfloat16, unavailable_reason
 from rollout_spec_kernels.linear import PackedLinear
+from rollout_spec_kernels.noise import CpuNoise
+from rollout_spec_kernels.verify import verify
 
 __all__ = ["CpuOps", "LogSoftmaxStats", "PackedLinear", "unavailable_reason"]
 
@@ -33,13 +37,13 @@ class LogSoftmaxStats:
     entropies: Tensor  # [R] float32, nats
 
 
-class CpuOps:
+class CpuOps(CpuNoise):
     """The engine's operations (rollout_spec.engine.ops.Ops) in C++. Raises BuildError when built where `unavailable_reason` is not None."""
 
     name = "cpu"
 
     def __init__(self) -> None:
-        self._library = library()
+        super().__init__()
         self._max_head_dim: int = self._library.rs_max_head_dim()
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> PackedLinear:
@@ -243,53 +247,6 @@ class CpuOps:
         )
         return LogSoftmaxStats(log_probs=log_probs, entropies=entropies)
 
-    def gumbel_noise(self, seeds: Sequence[int], positions: Sequence[int], vocab_size: int, stream: Stream = Stream.TARGET) -> Tensor:
-        """[R, V] float32: rollout_spec.noise.gumbel_noise from the same bits.
-
-        The logarithms round differently from torch's, so the noise differs by a few units in the last place of E = exp(-G): runs
-        that must agree token for token must draw it from one implementation.
-        """
-        if len(seeds) != len(positions):
-            raise ValueError(f"seeds and positions must be of one length; got {len(seeds)} and {len(positions)}")
-        keys = torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64)
-        counters = torch.tensor(list(positions), dtype=torch.int64)
-        noise = torch.empty(len(keys), vocab_size)
-        self._library.rs_gumbel_noise(
-            keys.data_ptr(), counters.data_ptr(), int(stream), noise.data_ptr(), len(keys), vocab_size, torch.get_num_threads()
-        )
-        return noise
-
-    def uniforms(self, seeds: Sequence[int], positions: Sequence[int], stream: Stream, num: int = 1) -> Tensor:
-        """[R, num] float64: rollout_spec.noise.uniforms, bit for bit."""
-        if len(seeds) != len(positions):
-            raise ValueError(f"seeds and positions must be of one length; got {len(seeds)} and {len(positions)}")
-        keys = torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64)
-        counters = torch.tensor(list(positions), dtype=torch.int64)
-        out = torch.empty(len(keys), num, dtype=torch.float64)
-        self._library.rs_uniforms(keys.data_ptr(), counters.data_ptr(), int(stream), out.data_ptr(), len(keys), num)
-        return out
-
-    def gumbel_argmax(self, log_probs: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """[R] int64 argmax_v (log p(v) + G(v)) of log_probs [R, V] float32, lowest token on ties; G is gumbel_noise's of the target."""
-        num_rows, vocab_size = log_probs.shape
-        log_probs = checked("log_probs", log_probs, torch.float32, (num_rows, vocab_size)).contiguous()
-        if not len(seeds) == len(positions) == num_rows:
-            raise ValueError(f"{num_rows} rows need as many seeds and positions; got {len(seeds)} and {len(positions)}")
-        keys = torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64)
-        counters = torch.tensor(list(positions), dtype=torch.int64)
-        token_ids = torch.empty(num_rows, dtype=torch.int64)
-        self._library.rs_gumbel_argmax(
-            log_probs.data_ptr(),
-            keys.data_ptr(),
-            counters.data_ptr(),
-            int(Stream.TARGET),
-            token_ids.data_ptr(),
-            num_rows,
-            vocab_size,
-            torch.get_num_threads(),
-        )
-        return token_ids
-
     def inverse_cdf(self, log_probs: Tensor, uniforms: Tensor) -> Tensor:
         """[R] int64: the first token whose cumulative probability exceeds uniforms [R] of the total; log_probs [R, V] float32.
 
@@ -306,6 +263,10 @@ class CpuOps:
             raise ValueError(f"no distribution to draw from: row {int(token_ids.argmin())} has no mass, or a NaN")
         return token_ids
 
+    def verify(self, tree: DraftTree, target: TargetRows, noise: VerifyNoise, scheme: Scheme) -> Verdict:
+        """rollout_spec.verify.verify, chains in one call."""
+        return verify(tree, target, noise, scheme)
+
     def _check_caches(self, k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype) -> tuple[int, int, int, int]:
         """(S, Hkv, C, d) of a layer's caches, whose tokens must be contiguous within a head."""
         num_slots, num_kv_heads, capacity, head_dim = k_cache.shape
@@ -315,9 +276,3 @@ class CpuOps:
         if head_dim % 8 or head_dim > self._max_head_dim:
             raise ValueError(f"the head size must be a multiple of 8, at most {self._max_head_dim}; got {head_dim}")
         return num_slots, num_kv_heads, capacity, head_dim
-
-
-def _signed(seed: int) -> int:
-    """The int64 with the low 64 bits of seed."""
-    low = seed % (1 << 64)
-    return low - (1 << 64) if low >= 1 << 63 else low

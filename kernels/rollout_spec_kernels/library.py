@@ -28,6 +28,7 @@ _SIGNATURES = {
     "rs_uniforms": ([_P, _P, _L, _P, _L, _L], None),
     "rs_gumbel_argmax": ([_P, _P, _P, _L, _P, _L, _L, _I], None),
     "rs_inverse_cdf": ([_P, _P, _P, _L, _L, _I], None),
+    "rs_verify_chains": ([_P], ctypes.c_bool),
 }
 
 

@@ -30,7 +30,7 @@ from rollout_spec.errors import RequestError
 from rollout_spec.events import EventSink, PrefillEvent, RequestEvent, WeightSyncEvent
 from rollout_spec.sinks import TeeSink
 from rollout_spec.tree import Draw
-from rollout_spec.verify import EXACT_ON, Scheme
+from rollout_spec.verify import EXACT_ON, Scheme, VerifyFn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,7 @@ class Engine:
         controller: BudgetController | None = None,
         sink: EventSink | None = None,
         detokenize: Detokenize | None = None,
+        verify: VerifyFn | None = None,  # None: that of the runner's operations
     ) -> None:
         self.config = EngineConfig() if config is None else config
         if self.config.max_context > runner.max_position:
@@ -87,6 +88,7 @@ class Engine:
             drafter=drafter,
             controller=FixedBudget(draft_length=4) if controller is None else controller,
             scheme=self.config.scheme,
+            verify=runner.ops.verify if verify is None else verify,
             max_tree_nodes=self.config.max_tree_nodes,
             sink=self._sink,
         )

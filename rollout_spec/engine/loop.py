@@ -17,13 +17,13 @@ from rollout_spec.drafter import DraftContext, Drafter
 from rollout_spec.engine.kv import KVSlots
 from rollout_spec.engine.rounds import acceptance_counts, draft_faults, emissions_of, kv_moves, round_input
 from rollout_spec.engine.runner import ModelRunner, StepOutput
-from rollout_spec.engine.running import Detokenize, RunningRequest, last_tokens, slot_indices
+from rollout_spec.engine.running import Detokenize, Emission, RunningRequest, last_tokens, slot_indices
 from rollout_spec.engine.states import StateBuffer
 from rollout_spec.engine.target import LogitsTarget, TargetAccess
 from rollout_spec.events import EventSink, RoundEvent
 from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verdict import Verdict
-from rollout_spec.verify import CounterNoise, Scheme, default_scheme, verify
+from rollout_spec.verify import CounterNoise, Scheme, VerifyFn, default_scheme
 
 
 class RoundLoop:
@@ -38,11 +38,13 @@ class RoundLoop:
         drafter: Drafter | None,
         controller: BudgetController,
         scheme: Scheme | None,
+        verify: VerifyFn,
         max_tree_nodes: int,
         sink: EventSink,
     ) -> None:
         self._runner, self._kv, self._states, self._drafter = runner, kv, states, drafter
-        self._controller, self._scheme, self._max_tree_nodes, self._sink = controller, scheme, max_tree_nodes, sink
+        self._controller, self._scheme, self._verify = controller, scheme, verify
+        self._max_tree_nodes, self._sink = max_tree_nodes, sink
         self._controller_state: object = None
         self._round_index = 0
 
@@ -66,18 +68,20 @@ class RoundLoop:
         )
         positions = [len(request.tokens) for request in ready]
         noise = CounterNoise([request.seed for request in ready], positions, self._runner.ops)
-        verdict = verify(tree, target, noise, scheme)
+        verdict = self._verify(tree, target, noise, scheme)
         verified = time.perf_counter()
         for index in target.failed:
             ready[index].fail("the model's logits are not finite (NaN or infinity): check the weights of the last update")
         if self._drafter is not None and context is not None:
             self._drafter.observe(context, tree, verdict)
-        emitted = self._commit(ready, tree, verdict, out, step.plan.row_offsets, context_lengths, weights_version, detokenize)
+        emissions = emissions_of(tree, verdict)
+        emitted = self._commit(ready, tree, verdict, emissions, out, step.plan.row_offsets, context_lengths, weights_version, detokenize)
         ended = time.perf_counter()
         self._emit_event(
             ready,
             tree,
             verdict,
+            emissions,
             emitted,
             seconds=(
                 drafted - began,
@@ -143,34 +147,39 @@ class RoundLoop:
         ready: Sequence[RunningRequest],
         tree: DraftTree,
         verdict: Verdict,
+        emissions: Sequence[Sequence[Emission]],
         out: StepOutput,
         row_offsets: Tensor,
         context_lengths: Tensor,
         weights_version: int,
         detokenize: Detokenize | None,
     ) -> tuple[int, int]:
-        """Keep the accepted path's K/V behind the context and hand the emitted tokens to their requests.
+        """Keep the accepted path's K/V behind the context and hand the emitted tokens [B, up to D + 1] to their requests.
 
         Returns how many tokens were kept (a stop drops what comes after it), and how many of these were drafted.
         """
-        moves = kv_moves(verdict)
+        moves = kv_moves(tree, verdict)
         if moves is not None:
             self._runner.commit(self._kv, slot_indices(ready), context_lengths, moves)
+        if self._states.layers:
+            live = [
+                (request, path, root)
+                for request, path, root in zip(ready, verdict.path.tolist(), row_offsets.tolist()[:-1], strict=True)
+                if request.error is None
+            ]
+            rows = [[root, *(root + 1 + node for node in path if node >= 0)] for _, path, root in live]
+            self._states.add_round([request for request, _, _ in live], rows, out.taps)
         num_emitted = num_accepted = 0
         num_nodes = tree.num_nodes.tolist()
-        for index, (request, emissions) in enumerate(zip(ready, emissions_of(tree, verdict), strict=True)):
+        for index, (request, emitted) in enumerate(zip(ready, emissions, strict=True)):
             if request.error is not None:
                 continue
-            if self._states.layers:
-                path = verdict.path[index][: len(emissions) - 1]
-                rows = torch.cat([row_offsets[index : index + 1], row_offsets[index] + 1 + path])
-                self._states.add_round(request, rows, request.num_cached, dict(out.taps))
             request.num_rounds += 1
             request.num_draft_tokens += num_nodes[index]
-            kept = request.append(emissions, weights_version, detokenize)
+            kept = request.append(emitted, weights_version, detokenize)
             request.num_cached += kept
             num_emitted += kept
-            num_accepted += sum(emission.accepted_depth > 0 for emission in emissions[:kept])
+            num_accepted += sum(emission.accepted_depth > 0 for emission in emitted[:kept])
         return num_emitted, num_accepted
 
     def _emit_event(
@@ -178,6 +187,7 @@ class RoundLoop:
         ready: Sequence[RunningRequest],
         tree: DraftTree,
         verdict: Verdict,
+        emissions: Sequence[Sequence[Emission]],
         kept: tuple[int, int],
         *,
         seconds: tuple[float, float, float, float],
@@ -186,7 +196,7 @@ class RoundLoop:
     ) -> None:
         live = [request.error is None for request in ready]
         drafted, accepted, mean_probs = acceptance_counts(verdict, live)
-        assert verdict.entropies is not None
+        entropies = [emission.entropy for emitted, alive in zip(emissions, live, strict=True) if alive for emission in emitted]
         draft_s, target_s, verify_s, other_s = seconds
         self._sink.emit(
             RoundEvent(
@@ -198,7 +208,7 @@ class RoundLoop:
                 drafted_by_depth=drafted,
                 accepted_by_depth=accepted,
                 mean_accept_prob_by_depth=mean_probs,
-                mean_entropy=float(verdict.entropies[torch.tensor(live)].nanmean()) if any(live) else float("nan"),
+                mean_entropy=sum(entropies) / len(entropies) if entropies else float("nan"),
                 draft_s=draft_s,
                 target_s=target_s,
                 verify_s=verify_s,

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.stack import DecoderLayer, LayerOps, LayerStack, Linear, StackOutput
+from rollout_spec.tree import DraftTree
+from rollout_spec.verdict import Verdict
+from rollout_spec.verify import Scheme, TargetRows, VerifyNoise, verify
 from rollout_spec.verify.categorical import draw_tokens
 from rollout_spec.verify.randomness import KeyedNoise, NumpyNoise
 
@@ -60,6 +63,8 @@ class Ops(LayerOps, KeyedNoise, Protocol):
     def log_softmax_stats(self, logits: Tensor, inv_temperatures: Tensor) -> LogSoftmaxStats: ...  # [R, V] any float, [R]
 
     def inverse_cdf(self, log_probs: Tensor, uniforms: Tensor) -> Tensor: ...  # [R, V] float32, [R] float64 -> [R] tokens
+
+    def verify(self, tree: DraftTree, target: TargetRows, noise: VerifyNoise, scheme: Scheme) -> Verdict: ...  # a verify.VerifyFn
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,6 +136,9 @@ class TorchOps(NumpyNoise):
 
     def inverse_cdf(self, log_probs: Tensor, uniforms: Tensor) -> Tensor:
         return draw_tokens(log_probs, uniforms)
+
+    def verify(self, tree: DraftTree, target: TargetRows, noise: VerifyNoise, scheme: Scheme) -> Verdict:
+        return verify(tree, target, noise, scheme)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

@@ -5,6 +5,8 @@ Shape legend: B requests, N nodes (padded), R rows (each request's root, then it
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -25,25 +27,33 @@ def round_input(
     tap_layers: tuple[int, ...] = (),
 ) -> StepInput:
     """Rows root, node 0, node 1, ... of every request; position = context + depth; a node sees its ancestors only."""
+    if tree.max_nodes == 0:
+        offsets = torch.arange(tree.batch_size + 1)
+        plan = AttentionPlan(row_offsets=offsets, slots=slots, context_lengths=context_lengths)
+        return StepInput(token_ids=last_tokens, positions=context_lengths, plan=plan, tap_layers=tap_layers)
+    if tree.is_chain():
+        return _chain_input(tree, last_tokens, context_lengths, slots, tap_layers)
     rows = tree.num_nodes + 1
     offsets = torch.cat([rows.new_zeros(1), rows.cumsum(0)])
-    token_ids = torch.cat([last_tokens[:, None], tree.token_ids], dim=1)
-    if tree.max_nodes == 0:
-        return StepInput(
-            token_ids=last_tokens,
-            positions=context_lengths,
-            plan=AttentionPlan(row_offsets=offsets, slots=slots, context_lengths=context_lengths),
-            tap_layers=tap_layers,
-        )
     present = torch.arange(tree.max_nodes + 1) < rows[:, None]
-    chain = tree.is_chain()
-    depths = (
-        torch.arange(tree.max_nodes + 1).expand_as(present) if chain else torch.cat([torch.zeros_like(rows)[:, None], tree.depths()], dim=1)
-    )
-    plan = AttentionPlan(
-        row_offsets=offsets, slots=slots, context_lengths=context_lengths, ancestors=None if chain else ancestor_words(tree)[present]
-    )
-    return StepInput(token_ids=token_ids[present], positions=(context_lengths[:, None] + depths)[present], plan=plan, tap_layers=tap_layers)
+    depths = torch.nn.functional.pad(tree.depths(), (1, 0))
+    plan = AttentionPlan(row_offsets=offsets, slots=slots, context_lengths=context_lengths, ancestors=ancestor_words(tree)[present])
+    token_ids = torch.cat([last_tokens[:, None], tree.token_ids], dim=1)[present]
+    return StepInput(token_ids=token_ids, positions=(context_lengths[:, None] + depths)[present], plan=plan, tap_layers=tap_layers)
+
+
+def _chain_input(tree: DraftTree, last_tokens: Tensor, context_lengths: Tensor, slots: Tensor, tap_layers: tuple[int, ...]) -> StepInput:
+    """round_input for chains, on lists: half the time of a dozen operations on a few numbers."""
+    lengths, drafted = tree.num_nodes.tolist(), tree.token_ids.tolist()
+    token_ids: list[int] = []
+    positions: list[int] = []
+    offsets = [0]
+    for last, context, length, chain in zip(last_tokens.tolist(), context_lengths.tolist(), lengths, drafted, strict=True):
+        token_ids += [last, *chain[:length]]
+        positions += range(context, context + length + 1)
+        offsets.append(len(token_ids))
+    plan = AttentionPlan(row_offsets=torch.tensor(offsets), slots=slots, context_lengths=context_lengths)
+    return StepInput(token_ids=torch.tensor(token_ids), positions=torch.tensor(positions), plan=plan, tap_layers=tap_layers)
 
 
 def ancestor_words(tree: DraftTree) -> Tensor:
@@ -81,9 +91,9 @@ def emissions_of(tree: DraftTree, verdict: Verdict) -> list[list[Emission]]:
     return out
 
 
-def kv_moves(verdict: Verdict) -> Tensor | None:
+def kv_moves(tree: DraftTree, verdict: Verdict) -> Tensor | None:
     """[B, D + 1]: entry i is the row whose K/V belongs at row i (the root stays row 0), -1 = nothing to move; None when all lie right."""
-    if verdict.path.shape[1] == 0:
+    if tree.is_chain():
         return None
     rows = torch.where(verdict.path >= 0, verdict.path + 1, -1)
     sources = torch.cat([rows.new_full((rows.shape[0], 1), -1), rows], dim=1)
@@ -93,7 +103,7 @@ def kv_moves(verdict: Verdict) -> Tensor | None:
 
 def draft_faults(tree: DraftTree, vocab_size: int, draft_lengths: Tensor) -> dict[int, str]:
     """Requests whose draft cannot be verified, with the reason: an unknown token, a wrong parent, more depth than was asked for."""
-    if tree.max_nodes == 0:
+    if tree.max_nodes == 0 or _is_sound(tree, vocab_size, draft_lengths):
         return {}
     valid = tree.valid()
     unknown = valid & ((tree.token_ids < 0) | (tree.token_ids >= vocab_size))
@@ -115,15 +125,26 @@ def draft_faults(tree: DraftTree, vocab_size: int, draft_lengths: Tensor) -> dic
     return faults
 
 
+def _is_sound(tree: DraftTree, vocab_size: int, draft_lengths: Tensor) -> bool:
+    """True for chains without a fault, padding included: nearly all drafts. On lists, for tensor operations on a few numbers cost more."""
+    if not tree.is_chain():
+        return False
+    in_vocabulary = all(min(row) >= 0 and max(row) < vocab_size for row in tree.token_ids.tolist())
+    return in_vocabulary and all(map(operator.le, tree.num_nodes.tolist(), draft_lengths.tolist()))
+
+
 def acceptance_counts(verdict: Verdict, live: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
     """By depth over the live requests: how many reached a drafted token, how many accepted one, and the mean acceptance probability."""
-    if verdict.path.shape[1] == 0:
-        return (), (), ()
-    alive = torch.tensor(live)
-    probs = verdict.accept_probs[alive]
-    reached = ~probs.isnan()
-    drafted = reached.sum(0)
-    accepted = (verdict.num_accepted[alive, None] > torch.arange(probs.shape[1])).sum(0)
-    mean = probs.nan_to_num(0.0).sum(0) / drafted.clamp_min(1)
-    depth = int((drafted > 0).sum())
-    return tuple(drafted.tolist()[:depth]), tuple(accepted.tolist()[:depth]), tuple(mean.tolist()[:depth])
+    num_accepted = [count for count, alive in zip(verdict.num_accepted.tolist(), live, strict=True) if alive]
+    probs = [row for row, alive in zip(verdict.accept_probs.tolist(), live, strict=True) if alive]
+    drafted: list[int] = []
+    accepted: list[int] = []
+    means: list[float] = []
+    for depth, column in enumerate(zip(*probs, strict=True)):
+        reached = [prob for prob in column if not math.isnan(prob)]
+        if not reached:
+            break
+        drafted.append(len(reached))
+        accepted.append(sum(count > depth for count in num_accepted))
+        means.append(sum(reached) / len(reached))
+    return tuple(drafted), tuple(accepted), tuple(means)

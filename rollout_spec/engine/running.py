@@ -15,6 +15,7 @@ from torch import Tensor
 from rollout_spec.drafter import RequestView
 from rollout_spec.engine.kv import Slot
 from rollout_spec.engine.request import Completion, Request, VersionSpan
+from rollout_spec.sampling import is_plain
 
 RECOVERED, UNDRAFTED = 0, -1  # Completion.accepted_depths of tokens that no drafter proposed
 
@@ -56,8 +57,10 @@ class RunningRequest:
     drafter_knows: bool = False  # the drafter was told that the request runs
     # What the drafter sees: one live object a request, tokens shared, so that building a round's context costs nothing.
     view: RequestView = field(init=False)
+    is_plain: bool = field(init=False)  # sampling.is_plain, asked in every round
 
     def __post_init__(self) -> None:
+        self.is_plain = is_plain(self.request.sampling)
         self.view = RequestView(
             request_id=self.request_id,
             prompt_key=self.prompt_key,

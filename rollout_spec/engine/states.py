@@ -5,7 +5,8 @@ Shape legend: R rows of a forward, H hidden size, B requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class StateBuffer:
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
-        self._pending: dict[str, list[tuple[Tensor, dict[int, Tensor]]]] = {}
+        self._pending: dict[str, list[tuple[range, dict[int, Tensor]]]] = {}  # positions, layer -> their states
         self._begun: set[str] = set()  # requests whose states from position 0 were queued under the present weights
 
     def add_prefill(self, chunk: PrefillChunk, step: StepInput, out: StepOutput) -> None:
@@ -44,13 +45,18 @@ class StateBuffer:
             request.slot.taps = dict.fromkeys(self.layers, torch.empty(0))
         if self.layers and request.slot is not None and request.num_cached:
             assert all(tap.shape[0] == request.num_cached for tap in request.slot.taps.values())
-            self._pending[request.request_id] = [(torch.arange(request.num_cached), dict(request.slot.taps))]
+            self._pending[request.request_id] = [(range(request.num_cached), dict(request.slot.taps))]
 
-    def add_round(self, request: RunningRequest, rows: Tensor, first_position: int, taps: dict[int, Tensor]) -> None:
-        """States of the committed rows of a round (root, then accepted path), which lie at consecutive positions."""
-        if self.layers:
-            states = {layer: taps[layer][rows] for layer in self.layers}
-            self._pending.setdefault(request.request_id, []).append((torch.arange(first_position, first_position + rows.numel()), states))
+    def add_round(self, requests: Sequence[RunningRequest], rows: Sequence[Sequence[int]], taps: Mapping[int, Tensor]) -> None:
+        """States of the rows that a round commits (root, then accepted path), which lie behind what each request has cached so far."""
+        index = torch.tensor([row for own in rows for row in own], dtype=torch.int64)
+        states = {layer: taps[layer].index_select(0, index) for layer in self.layers}
+        begin = 0
+        for request, own in zip(requests, rows, strict=True):
+            piece = {layer: states[layer][begin : begin + len(own)] for layer in self.layers}
+            positions = range(request.num_cached, request.num_cached + len(own))
+            self._pending.setdefault(request.request_id, []).append((positions, piece))
+            begin += len(own)
 
     def take(self, requests: Sequence[RunningRequest]) -> TargetStates | None:
         """Everything pending for these requests, in their order; after ``clear``, a request's states from position 0 once more."""
@@ -60,16 +66,14 @@ class StateBuffer:
             if request.request_id not in self._begun:
                 self.begin(request)
         parts = [self._pending.pop(request.request_id, []) for request in requests]
-        counts = torch.tensor([sum(positions.numel() for positions, _ in part) for part in parts])
+        offsets = list(itertools.accumulate((sum(len(positions) for positions, _ in part) for part in parts), initial=0))
         flat = [piece for part in parts for piece in part]
         if not flat:
-            return TargetStates(
-                hidden={}, positions=torch.empty(0, dtype=torch.int64), offsets=torch.zeros(len(parts) + 1, dtype=torch.int64)
-            )
+            return TargetStates(hidden={}, positions=torch.empty(0, dtype=torch.int64), offsets=torch.tensor(offsets))
         return TargetStates(
             hidden={layer: torch.cat([states[layer] for _, states in flat]) for layer in self.layers},
-            positions=torch.cat([positions for positions, _ in flat]),
-            offsets=torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+            positions=torch.tensor([position for positions, _ in flat for position in positions]),
+            offsets=torch.tensor(offsets),
         )
 
     def drop(self, request_id: str) -> None:

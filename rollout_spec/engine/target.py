@@ -5,6 +5,7 @@ Shape legend: B requests, R rows of the round's forward, Q rows asked for, V voc
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from rollout_spec.engine.runner import ModelRunner
 from rollout_spec.engine.running import RunningRequest, last_tokens, slot_indices
 from rollout_spec.sampling import RowHistory, is_plain, needs_history, process_logits
 from rollout_spec.tree import DraftTree
-from rollout_spec.verify import TokenScores
+from rollout_spec.verify import AllRows, TokenScores
 
 # Up to this many rows the head costs at most twice what one row costs (its weights are read once), so one call for all rows of a round
 # beats one call for each depth that is reached.
@@ -48,29 +49,40 @@ class LogitsTarget:
         self._ops = runner.ops
         self._running = running
         self._histories: dict[int, RowHistory] = {}  # of the requests' roots
-        own = [request.request.sampling for request in running]
-        self._sampling = own if temperature is None else [dataclasses.replace(params, temperature=temperature) for params in own]
-        # Rows are computed in chunks, as verifiers ask; chunks are never concatenated (a row is V numbers wide).
+        self._sampling = [request.request.sampling for request in running]
+        self._is_plain = all(request.is_plain for request in running)
+        if temperature is not None:
+            self._sampling = [dataclasses.replace(params, temperature=temperature) for params in self._sampling]
+            self._is_plain = all(is_plain(params) for params in self._sampling)
+        self._raw_is_processed = self._is_plain and all(params.temperature == 1.0 for params in self._sampling)
+        # Rows are computed all at once, or in chunks as verifiers ask; chunks are never concatenated (a row is V numbers wide).
         self._raw: list[Tensor] = []
         self._log_probs: list[Tensor] = []
         self._entropies: list[Tensor] = []
-        self._chunk = torch.full((hidden.shape[0],), -1, dtype=torch.int64)  # [R] which chunk holds the row, -1 = none yet
-        self._index = torch.zeros(hidden.shape[0], dtype=torch.int64)  # [R] where in it
-        self._is_plain = all(is_plain(params) for params in self._sampling)
-        self._raw_is_processed = self._is_plain and all(params.temperature == 1.0 for params in self._sampling)
+        self._is_whole = False  # one chunk holds all rows in order
+        self._chunk = self._index = torch.empty(0, dtype=torch.int64)  # [R] which chunk holds a row (-1 = none yet), and where in it
 
     def log_probs(self, requests: Tensor, nodes: Tensor) -> Tensor:
         """[Q, V] float32 log-probabilities of the processed target after the nodes (NO_PARENT = the root)."""
         rows = self._row_offsets[requests] + nodes + 1
-        self._ensure(rows)
-        chunks = self._chunks_of(rows)
+        chunks, index = self._locate(rows)
         if len(chunks) == 1:
-            return _take(self._log_probs[chunks[0]], self._index[rows])
+            return _take(self._log_probs[chunks[0]], index)
         out = torch.empty(rows.numel(), self.vocab_size)
         for chunk in chunks:
             asked = self._chunk[rows] == chunk
-            out[asked] = self._log_probs[chunk][self._index[rows[asked]]]
+            out[asked] = self._log_probs[chunk][index[asked]]
         return out
+
+    def all_rows(self, *, needed: bool) -> AllRows | None:
+        """Every row, computed now if there are few or all are needed; None if that would be wasteful, or the rows lie scattered."""
+        num_rows = self._hidden.shape[0]
+        if not self._log_probs and (needed or num_rows <= EAGER_ROWS):
+            self._compute(range(num_rows))
+        if not self._is_whole:
+            return None
+        entropies = self._entropies[0] if self._raw_is_processed else None
+        return AllRows(log_probs=self._log_probs[0], roots=self._row_offsets[:-1], entropies=entropies)
 
     def draw(self, log_probs: Tensor, uniforms: Tensor) -> Tensor:
         """[R] int64 tokens by inverse CDF, on the model's operations."""
@@ -79,14 +91,13 @@ class LogitsTarget:
     def score(self, requests: Tensor, nodes: Tensor, token_ids: Tensor) -> TokenScores:
         """Log-probabilities of tokens sampled at the nodes, and the entropy there, each [Q] float32."""
         rows = self._row_offsets[requests] + nodes + 1
-        self._ensure(rows)
-        chunks = self._chunks_of(rows)
+        chunks, index = self._locate(rows)
         if len(chunks) == 1:
-            return self._score_chunk(chunks[0], self._index[rows], token_ids)
+            return self._score_chunk(chunks[0], index, token_ids)
         raw, processed, entropies = torch.empty(3, rows.numel()).unbind()
         for chunk in chunks:
             asked = self._chunk[rows] == chunk
-            scores = self._score_chunk(chunk, self._index[rows[asked]], token_ids[asked])
+            scores = self._score_chunk(chunk, index[asked], token_ids[asked])
             raw[asked], processed[asked], entropies[asked] = scores.raw_logprobs, scores.processed_logprobs, scores.entropies
         return TokenScores(raw_logprobs=raw, processed_logprobs=processed, entropies=entropies)
 
@@ -97,44 +108,44 @@ class LogitsTarget:
             raw = logits.gather(1, token_ids[:, None])[:, 0] - logits.logsumexp(dim=-1)
         return TokenScores(raw_logprobs=raw, processed_logprobs=processed, entropies=self._entropies[chunk][index])
 
-    def _chunks_of(self, rows: Tensor) -> list[int]:
-        """The chunks that hold the rows; most rounds have one."""
-        if len(self._log_probs) == 1:
-            return [0]
-        chunks: list[int] = torch.unique(self._chunk[rows]).tolist()
-        return chunks
-
-    def _ensure(self, rows: Tensor) -> None:
-        if not self._log_probs and self._hidden.shape[0] <= EAGER_ROWS:
-            self._compute(torch.arange(self._hidden.shape[0]))
-            return
-        missing = rows[self._chunk[rows] < 0]
+    def _locate(self, rows: Tensor) -> tuple[list[int], Tensor]:
+        """The chunks that hold the rows [Q], computed if need be, and [Q] where each row lies in its own."""
+        num_rows = self._hidden.shape[0]
+        if not self._log_probs and num_rows <= EAGER_ROWS:
+            self._compute(range(num_rows))
+        if self._is_whole:
+            return [0], rows
+        if not self._chunk.numel():
+            self._chunk, self._index = torch.full((num_rows,), -1), torch.zeros(num_rows, dtype=torch.int64)
+        missing = rows[self._chunk[rows] < 0].unique()
         if missing.numel():
-            self._compute(torch.unique(missing))
+            self._chunk[missing], self._index[missing] = len(self._log_probs), torch.arange(missing.numel())
+            self._compute(missing.tolist())
+        chunks: list[int] = [0] if len(self._log_probs) == 1 else self._chunk[rows].unique().tolist()
+        return chunks, self._index[rows]
 
-    def _compute(self, rows: Tensor) -> None:
-        """Logits and processed log-probabilities of more rows."""
+    def _compute(self, rows: Sequence[int]) -> None:
+        """Logits and processed log-probabilities of more rows, in ascending order: the next chunk."""
+        self._is_whole = len(rows) == self._hidden.shape[0]
         began = time.perf_counter()
-        logits = self._head(self._hidden[rows])
+        logits = self._head(self._hidden if self._is_whole else self._hidden[rows])
         self.head_s += time.perf_counter() - began
-        requests = torch.searchsorted(self._row_offsets, rows, right=True) - 1
+        offsets = self._row_offsets.tolist()
+        requests = [bisect.bisect_right(offsets, row) - 1 for row in rows]
         # Rows that only divide by a temperature skip the processors: the kernel does both in one pass.
-        processed, temperatures = logits, [self._sampling[request].temperature for request in requests.tolist()]
+        processed, temperatures = logits, [self._sampling[request].temperature for request in requests]
         if not self._is_plain:
-            nodes = rows - self._row_offsets[requests] - 1
-            histories = [self._history(request, node) for request, node in zip(requests.tolist(), nodes.tolist(), strict=True)]
-            processed = process_logits(logits.float(), [self._sampling[request] for request in requests.tolist()], histories)
-            temperatures = [1.0] * rows.numel()
+            histories = [self._history(request, row - offsets[request] - 1) for request, row in zip(requests, rows, strict=True)]
+            processed = process_logits(logits.float(), [self._sampling[request] for request in requests], histories)
+            temperatures = [1.0] * len(rows)
         stats = self._ops.log_softmax_stats(processed, torch.tensor([1.0 / temperature for temperature in temperatures]))
-        log_probs, bad = stats.log_probs, ~stats.entropies.isfinite()
-        if bool(bad.any()):
-            self.failed |= set(requests[bad].tolist())
-            log_probs[bad] = torch.nn.functional.one_hot(torch.tensor(0), self.vocab_size).log()
+        log_probs, finite = stats.log_probs, stats.entropies.isfinite()
+        if not bool(finite.all()):
+            self.failed |= {request for request, fine in zip(requests, finite.tolist(), strict=True) if not fine}
+            log_probs[~finite] = torch.nn.functional.one_hot(torch.tensor(0), self.vocab_size).log()
         self._log_probs.append(log_probs)
         self._entropies.append(stats.entropies)
         self._raw.append(logits)
-        self._chunk[rows] = len(self._raw) - 1
-        self._index[rows] = torch.arange(rows.numel())
 
     def _history(self, request: int, node: int) -> RowHistory:
         """Prompt, output so far, and the path to this node: what this row's processors see."""

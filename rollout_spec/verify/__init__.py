@@ -13,7 +13,7 @@ from rollout_spec.verify.chain import block, rejection
 from rollout_spec.verify.match import exact_match, gumbel
 from rollout_spec.verify.randomness import CounterNoise, DenseNoise, VerifyNoise
 from rollout_spec.verify.scheme import EXACT_ON, RATIO_SCHEMES, Scheme, check_pairing, default_scheme
-from rollout_spec.verify.target import DenseTarget, TargetRows, TokenScores
+from rollout_spec.verify.target import AllRows, DenseTarget, TargetRows, TokenScores
 from rollout_spec.verify.trace import with_scores
 from rollout_spec.verify.traversal import traversal
 from rollout_spec.verify.walk import rejection_walk
@@ -47,6 +47,7 @@ def verify(tree: DraftTree, target: TargetRows, noise: VerifyNoise, scheme: Sche
 
 
 __all__ = [
+    "AllRows",
     "CounterNoise",
     "DenseNoise",
     "DenseTarget",

@@ -71,7 +71,7 @@ class CounterNoise:
     def __init__(self, seeds: Sequence[int], positions: Sequence[int], keyed: KeyedNoise | None = None) -> None:
         if len(seeds) != len(positions):
             raise ValueError(f"one seed and one position for each request; got {len(seeds)} and {len(positions)}")
-        self._seeds, self._positions, self._keyed = seeds, positions, keyed or NumpyNoise()
+        self.seeds, self.positions, self.keyed = seeds, positions, keyed or NumpyNoise()
         self._accept = torch.empty(len(seeds), 0, dtype=torch.float64)
 
     def accept(self, requests: Tensor, depths: Tensor, trial: int) -> Tensor:
@@ -80,21 +80,21 @@ class CounterNoise:
         words = diagonal * (diagonal + 1) // 2 + trial
         if words.numel() and int(words.max()) >= self._accept.shape[1]:
             num_words = max(16, 2 * int(words.max()))
-            self._accept = self._keyed.uniforms(self._seeds, self._positions, Stream.ACCEPT, num_words).to(depths.device)
+            self._accept = self.keyed.uniforms(self.seeds, self.positions, Stream.ACCEPT, num_words).to(depths.device)
         return self._accept[requests, words]
 
     def recover(self, requests: Tensor, depths: Tensor) -> Tensor:
         """[R] the RECOVER stream at the tokens' absolute positions."""
-        return self._keyed.uniforms(*self._keys(requests, depths), Stream.RECOVER)[:, 0].to(depths.device)
+        return self.keyed.uniforms(*self._keys(requests, depths), Stream.RECOVER)[:, 0].to(depths.device)
 
     def gumbel_argmax(self, requests: Tensor, depths: Tensor, log_probs: Tensor) -> Tensor:
         """[R] int64, with the TARGET stream at the tokens' absolute positions: the noise Gumbel-coupled drafters use too."""
-        return self._keyed.gumbel_argmax(log_probs, *self._keys(requests, depths))
+        return self.keyed.gumbel_argmax(log_probs, *self._keys(requests, depths))
 
     def _keys(self, requests: Tensor, depths: Tensor) -> tuple[list[int], list[int]]:
         rows = requests.tolist()
-        positions = [self._positions[row] + depth for row, depth in zip(rows, depths.tolist(), strict=True)]
-        return [self._seeds[row] for row in rows], positions
+        positions = [self.positions[row] + depth for row, depth in zip(rows, depths.tolist(), strict=True)]
+        return [self.seeds[row] for row in rows], positions
 
 
 class DenseNoise:

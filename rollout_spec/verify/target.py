@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from rollout_spec.verify.categorical import draw_tokens
@@ -20,6 +21,15 @@ class TokenScores:
     raw_logprobs: Tensor  # [R] log-softmax of the model's own logits
     processed_logprobs: Tensor  # [R] after every logits processor
     entropies: Tensor  # [R] nats, of the processed distribution
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AllRows:
+    """A target's rows as one block: request b's root is row roots[b], its node n of a chain row roots[b] + 1 + n."""
+
+    log_probs: Tensor  # [R, V] float32 or float64
+    roots: Tensor  # [B] int64
+    entropies: Tensor | None  # [R] nats, where log_probs are those of the model's own logits too and so tell a token's scores; else None
 
 
 class TargetRows(Protocol):
@@ -36,6 +46,9 @@ class TargetRows(Protocol):
 
         The caller does not modify the result.
         """
+
+    def all_rows(self, *, needed: bool) -> AllRows | None:
+        """Every row at once. None if that costs more than the rows a verifier reaches, unless all are needed, or if they lie scattered."""
 
     def draw(self, log_probs: Tensor, uniforms: Tensor) -> Tensor:
         """[R] int64: one token a row of log_probs [R, V] (rows that log_probs returned) by inverse CDF from uniforms [R] float64."""
@@ -56,6 +69,12 @@ class DenseTarget:
     def log_probs(self, requests: Tensor, nodes: Tensor) -> Tensor:
         """[R, V] logarithms of the rows."""
         return self.target_probs[requests, nodes + 1].log()
+
+    def all_rows(self, *, needed: bool) -> AllRows:  # noqa: ARG002 - the protocol's signature
+        """Logarithms of all rows; there is nothing to save."""
+        num_requests, num_rows, _ = self.target_probs.shape
+        roots = torch.arange(num_requests, device=self.target_probs.device) * num_rows
+        return AllRows(log_probs=self.target_probs.log().flatten(0, 1), roots=roots, entropies=None)
 
     def draw(self, log_probs: Tensor, uniforms: Tensor) -> Tensor:
         """[R] int64 by categorical.inverse_cdf."""

@@ -5,7 +5,7 @@
 
 #define RS_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Shared by decoder.cpp; each is described where it is defined.
+// Shared by decoder.cpp and verify.cpp; each is described where it is defined.
 RS_EXPORT void rs_linear(int in_bf16, int out_bf16, const void* x, int64_t x_stride, int64_t num_rows, int64_t num_in, const void* packed,
                          const float* bias, int64_t num_out, void* out, int threads);
 RS_EXPORT void rs_add_rms_norm(int is_bf16, const void* x, const void* residual, const void* weight, void* normed, void* total,
@@ -20,6 +20,10 @@ RS_EXPORT bool rs_attention(int is_bf16, const void* q, const void* k_cache, con
                             int64_t head_stride, int64_t num_rows, int64_t num_slots, int64_t capacity, float scale, int64_t window,
                             int threads);
 RS_EXPORT void rs_silu_mul(int is_bf16, const void* gate_up, void* out, int64_t num_rows, int64_t size, int threads);
+RS_EXPORT void rs_uniforms(const int64_t* seeds, const int64_t* positions, int64_t stream, double* uniforms, int64_t num_rows, int64_t num);
+RS_EXPORT void rs_gumbel_argmax(const float* log_probs, const int64_t* seeds, const int64_t* positions, int64_t stream, int64_t* token_ids,
+                                int64_t num_rows, int64_t vocab, int threads);
+RS_EXPORT void rs_inverse_cdf(const float* log_probs, const double* uniforms, int64_t* token_ids, int64_t num_rows, int64_t vocab, int threads);
 
 namespace rs {
 
