@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 from exactness import registry
+from exactness.backends import FUSED, READABLE, Backend
+
+from rollout_spec.verify import VerifyFn
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 OUTCOMES = pytest.StashKey[dict[tuple[str, str], bool]]()
@@ -26,8 +29,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     marker = item.get_closest_marker("proof")
     if marker is not None and call.when == "call" and isinstance(item, pytest.Function):
-        scheme, case = item.callspec.params["scheme"], item.callspec.params["case"]
-        item.config.stash[OUTCOMES][marker.args[0], f"{scheme.value}-{case}"] = report.passed
+        backend, scheme, case = (item.callspec.params[name] for name in ("backend", "scheme", "case"))
+        item.config.stash[OUTCOMES][marker.args[0], f"{backend}-{scheme.value}-{case}"] = report.passed
     return report
 
 
@@ -36,10 +39,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     outcomes = session.config.stash[OUTCOMES]
     for proof in (*registry.PROOFS, *registry.BUGS):
-        for scheme, case in proof.cases:
-            if not outcomes.get((proof.title, f"{scheme.value}-{case}"), False):
-                raise pytest.UsageError(f"{proof.title}: {scheme.value}-{case} did not pass in this run; the table is left as it was")
+        for backend in (READABLE, FUSED):
+            for scheme, case in proof.cases_of(backend):
+                name = f"{backend}-{scheme.value}-{case}"
+                if not outcomes.get((proof.title, name), False):
+                    raise pytest.UsageError(f"{proof.title}: {name} did not pass in this run; the table is left as it was")
     document = Path(session.config.rootpath) / "docs" / "exactness.md"
     before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     document.write_text(f"{before}{BEGIN}\n\n{registry.table()}\n\n{END}{after}", encoding="utf-8")
+
+
+@pytest.fixture
+def verify(backend: Backend) -> VerifyFn:
+    """The verify function under proof."""
+    reason = backend.unavailable_reason()
+    if reason is not None:
+        pytest.skip(f"no CPU kernels here: {reason}")
+    return backend.verify

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from exactness.backends import Backend
 from exactness.models import random_model
 from exactness.registry import ALGEBRA, SPLIT, STOP
 from torch import Tensor
@@ -90,8 +91,8 @@ def _races(scheme: Scheme) -> None:
 IDENTITIES = {SPLIT: _split, STOP: _stop, "uniforms that draw v measure p(v)": _intervals, "races that v wins measure p(v)": _races}
 
 
-@pytest.mark.parametrize(("scheme", "case"), ALGEBRA.parameters())
-def test_identity(scheme: Scheme, case: str) -> None:
+@pytest.mark.parametrize(("backend", "scheme", "case"), ALGEBRA.parameters())
+def test_identity(backend: Backend, scheme: Scheme, case: str) -> None:
     IDENTITIES[case](scheme)
 
 

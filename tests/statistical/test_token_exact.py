@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from exactness.backends import Backend
 from exactness.cases import Case
 from exactness.decoding import bigram, decode, proposer
 from exactness.registry import GREEDY, SEEDED
 
 from rollout_spec.tree import Draw
-from rollout_spec.verify import Scheme, verify
+from rollout_spec.verify import Scheme, VerifyFn
+from rollout_spec.verify import verify as readable_verify
 
 SEEDS = [3, 1 << 40, 77, 5, 6, 123456789, 0, 9]
 NUM_TOKENS = 40
 
 
-@pytest.mark.parametrize(("scheme", "case"), SEEDED.parameters())
-def test_seeded_sampling_is_unchanged_by_speculation(scheme: Scheme, case: Case) -> None:
+@pytest.mark.parametrize(("backend", "scheme", "case"), SEEDED.parameters())
+def test_seeded_sampling_is_unchanged_by_speculation(verify: VerifyFn, backend: Backend, scheme: Scheme, case: Case) -> None:
     target, draft = bigram(case.vocab_size, 1), bigram(case.vocab_size, 1, temperature=1.3)
     plain, plain_rounds = decode(verify, scheme, target, SEEDS, NUM_TOKENS, None)
     drafted, rounds = decode(verify, scheme, target, SEEDS, NUM_TOKENS, proposer(draft, case.widths, case.draw))
@@ -28,14 +30,14 @@ def test_seeded_sampling_is_unchanged_by_speculation(scheme: Scheme, case: Case)
 
 def test_useless_drafts_do_not_change_gumbel_decoding() -> None:
     target, unrelated = bigram(48, 1), bigram(48, 2)
-    plain, _ = decode(verify, Scheme.GUMBEL, target, SEEDS, NUM_TOKENS, None)
+    plain, _ = decode(readable_verify, Scheme.GUMBEL, target, SEEDS, NUM_TOKENS, None)
     for draw in Draw:
-        drafted, _ = decode(verify, Scheme.GUMBEL, target, SEEDS, NUM_TOKENS, proposer(unrelated, (2, 1), draw))
+        drafted, _ = decode(readable_verify, Scheme.GUMBEL, target, SEEDS, NUM_TOKENS, proposer(unrelated, (2, 1), draw))
         assert drafted == plain
 
 
-@pytest.mark.parametrize(("scheme", "case"), GREEDY.parameters())
-def test_greedy_decoding_is_unchanged_by_speculation(scheme: Scheme, case: Case) -> None:
+@pytest.mark.parametrize(("backend", "scheme", "case"), GREEDY.parameters())
+def test_greedy_decoding_is_unchanged_by_speculation(verify: VerifyFn, backend: Backend, scheme: Scheme, case: Case) -> None:
     target, draft = bigram(case.vocab_size, 1, temperature=0), bigram(case.vocab_size, 1, temperature=0.5)
     expected: list[int] = [0]
     while len(expected) <= NUM_TOKENS:
@@ -47,6 +49,6 @@ def test_greedy_decoding_is_unchanged_by_speculation(scheme: Scheme, case: Case)
 
 def test_seeds_matter() -> None:
     target = bigram(48, 1)
-    tokens, _ = decode(verify, Scheme.GUMBEL, target, [1, 2], NUM_TOKENS, None)
+    tokens, _ = decode(readable_verify, Scheme.GUMBEL, target, [1, 2], NUM_TOKENS, None)
     assert tokens[0] != tokens[1]
     assert torch.tensor(tokens).unique().numel() > 8

@@ -16,8 +16,6 @@ from exactness.models import Drafter, TableModel
 from rollout_spec.reference import ORACLES, Output, ReferenceTree, output_law
 from rollout_spec.verify import Scheme, VerifyFn
 
-TOLERANCE = 1e-12  # bisection to 2**-48 leaves 4e-15 a step, and no case has more than a hundred steps
-
 MakeDrafter = Callable[[TableModel], Drafter]  # a drafter for what follows a prefix
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from exactness.backends import FUSED, READABLE, Backend
 from exactness.cases import CASES, NARROW, ROUNDS, Case
 from rollout_spec.tree import Draw
 from rollout_spec.verify import EXACT_ON, RATIO_SCHEMES, Scheme
@@ -14,21 +15,39 @@ from rollout_spec.verify import EXACT_ON, RATIO_SCHEMES, Scheme
 
 @dataclass(frozen=True)
 class Proof:
-    """A proof, or a planted bug that must make one fail. The parameters' ids name scheme and case."""
+    """A proof, or a planted bug that must make one fail. The parameters' ids name backend, scheme and case."""
 
     title: str
     cases: tuple[tuple[Scheme, object], ...]
+    fused_cases: tuple[tuple[Scheme, object], ...] = ()
+
+    def cases_of(self, backend: Backend) -> tuple[tuple[Scheme, object], ...]:
+        return self.cases if backend is READABLE else self.fused_cases
 
     def parameters(self) -> Sequence[object]:
-        """For pytest.mark.parametrize(("scheme", "case"), ...)."""
-        return [pytest.param(scheme, case, id=f"{scheme.value}-{case}", marks=pytest.mark.proof(self.title)) for scheme, case in self.cases]
+        """For pytest.mark.parametrize(("backend", "scheme", "case"), ...)."""
+        return [
+            pytest.param(backend, scheme, case, id=f"{backend}-{scheme.value}-{case}", marks=pytest.mark.proof(self.title))
+            for backend in (READABLE, FUSED)
+            for scheme, case in self.cases_of(backend)
+        ]
 
-    def count(self, scheme: Scheme) -> int:
-        return sum(one is scheme for one, _ in self.cases)
+    def count(self, scheme: Scheme, backend: Backend = READABLE) -> int:
+        return sum(one is scheme for one, _ in self.cases_of(backend))
 
 
-def _proof(title: str, cases: Mapping[Scheme, Iterable[object]]) -> Proof:
-    return Proof(title, tuple((scheme, case) for scheme in Scheme for case in cases.get(scheme, [])))
+def _proof(title: str, cases: Mapping[Scheme, Iterable[object]], fused: Mapping[Scheme, Iterable[object]] | None = None) -> Proof:
+    flat, flat_fused = (tuple((scheme, case) for scheme in Scheme for case in of.get(scheme, [])) for of in (cases, fused or {}))
+    return Proof(title, flat, flat_fused)
+
+
+def _chains(cases: Mapping[Scheme, Iterable[Case]]) -> dict[Scheme, list[Case]]:
+    """The cases that the fused verifier decides from uniforms that are handed to it; it draws the noise of races itself."""
+    return {
+        scheme: [case for case in of if max(case.widths) == 1]
+        for scheme, of in cases.items()
+        if scheme in (Scheme.REJECTION, Scheme.BLOCK, Scheme.EXACT_MATCH)
+    }
 
 
 def _made_for(chain: tuple[int, ...], tree: tuple[int, ...], vocab_size: int) -> dict[Scheme, list[Case]]:
@@ -44,10 +63,10 @@ def _made_for(chain: tuple[int, ...], tree: tuple[int, ...], vocab_size: int) ->
     return {scheme: [Case(draw, widths, vocab_size)] for scheme, (draw, widths) in made_for.items()}
 
 
-def _every_draw(schemes: Iterable[Scheme]) -> dict[Scheme, list[Case]]:
+def _every_draw(schemes: Iterable[Scheme], tree: tuple[int, ...] = (2, 2)) -> dict[Scheme, list[Case]]:
     """One case for each draw that a scheme is exact on, at a size where sequences rarely coincide by chance."""
     return {
-        scheme: [Case(draw, (1, 1, 1) if draw is Draw.SAMPLED else (2, 2), 48) for draw in Draw if draw in EXACT_ON[scheme]]
+        scheme: [Case(draw, (1, 1, 1) if draw is Draw.SAMPLED else tree, 48) for draw in Draw if draw in EXACT_ON[scheme]]
         for scheme in schemes
     }
 
@@ -65,28 +84,42 @@ ALGEBRA = _proof(
         Scheme.TRAVERSAL: [SPLIT, STOP],
     },
 )
-BRANCHES = _proof("enumeration, one round", CASES)
-REDUCED = _proof("enumeration, reduced draft vocabulary", NARROW)
-SEVERAL_ROUNDS = _proof("enumeration, several rounds", {scheme: [case] for scheme, case in ROUNDS.items()})
-CHI_SQUARE = _proof("chi-square, several rounds", _made_for((1, 1), (2, 1), 3))
-SEEDED = _proof("seeded decoding, token by token", _every_draw([Scheme.EXACT_MATCH, Scheme.GUMBEL]))
-GREEDY = _proof("greedy decoding, token by token", _every_draw(Scheme))
+BRANCHES = _proof("enumeration, one round", CASES, _chains(CASES))
+REDUCED = _proof("enumeration, reduced draft vocabulary", NARROW, _chains(NARROW))
+_ROUNDS = {scheme: [case] for scheme, case in ROUNDS.items()}
+SEVERAL_ROUNDS = _proof("enumeration, several rounds", _ROUNDS, _chains(_ROUNDS))
+_FUSED_SCHEMES = (Scheme.REJECTION, Scheme.BLOCK, Scheme.EXACT_MATCH, Scheme.GUMBEL)
+CHI_SQUARE = _proof(
+    "chi-square, several rounds",
+    _made_for((1, 1), (2, 1), 3),
+    {scheme: case for scheme, case in _made_for((1, 1), (1, 1), 3).items() if scheme in _FUSED_SCHEMES},
+)
+_DRAWN_BY_TARGET = (Scheme.EXACT_MATCH, Scheme.GUMBEL)
+SEEDED = _proof("seeded decoding, token by token", _every_draw(_DRAWN_BY_TARGET), _every_draw(_DRAWN_BY_TARGET, tree=(1, 1, 1)))
+GREEDY = _proof("greedy decoding, token by token", _every_draw(Scheme), _every_draw(_FUSED_SCHEMES, tree=(1, 1, 1)))
 PROOFS = (ALGEBRA, BRANCHES, REDUCED, SEVERAL_ROUNDS, CHI_SQUARE, SEEDED, GREEDY)
 
-_RATIO = [scheme for scheme in Scheme if scheme in RATIO_SCHEMES]
-LENIENT = _proof("acceptance 5 % too lenient", {scheme: ["enumeration", "chi-square"] for scheme in _RATIO})
+
+def _ratio_bug(title: str, *caught_by: str) -> Proof:
+    """A bug of acceptance or recovery, planted wherever these are decided by draft_probs."""
+    on = {scheme: caught_by for scheme in Scheme if scheme in RATIO_SCHEMES}
+    return _proof(title, on, dict.fromkeys((Scheme.REJECTION, Scheme.BLOCK), caught_by))
+
+
+LENIENT = _ratio_bug("acceptance 5 % too lenient", "enumeration", "chi-square")
 LENIENT_MATCH = _proof("target leaning 5 % towards the draft", {Scheme.EXACT_MATCH: ["enumeration"], Scheme.GUMBEL: ["seeded decoding"]})
-RESIDUAL = _proof("residual from the target", {scheme: ["enumeration"] for scheme in _RATIO})
-SHARED_RECOVERY = _proof("draft noise shared with recovery", {scheme: ["chi-square"] for scheme in _RATIO})
-SHARED_ACCEPTANCE = _proof("draft noise shared with acceptance", {scheme: ["chi-square"] for scheme in _RATIO})
-PRUNING = _proof("sampled-token pruning", {scheme: ["enumeration"] for scheme in _RATIO})
+RESIDUAL = _ratio_bug("residual from the target", "enumeration")
+SHARED_RECOVERY = _ratio_bug("draft noise shared with recovery", "chi-square")
+SHARED_ACCEPTANCE = _ratio_bug("draft noise shared with acceptance", "chi-square")
+PRUNING = _ratio_bug("sampled-token pruning", "enumeration")
 ROUNDED = _proof(
     "target rounded to 2 decimals",
     {scheme: ["seeded decoding" if scheme is Scheme.GUMBEL else "enumeration"] for scheme in Scheme},
+    {scheme: ["enumeration"] for scheme in (Scheme.REJECTION, Scheme.BLOCK)},
 )
-KEYED_BY_TOKEN = _proof("acceptance noise keyed by token, not by round", {Scheme.BLOCK: ["chi-square"]})
+KEYED_BY_TOKEN = _proof("acceptance noise keyed by token, not by round", {Scheme.BLOCK: ["chi-square"]}, {Scheme.BLOCK: ["chi-square"]})
 DRAFT_KEYED_BY_TOKEN = _proof("draft noise keyed by token, not by round", {Scheme.BLOCK: ["chi-square"]})
-OTHER_Q = _proof("ratio with other numbers than were sampled from (bfloat16)", {scheme: ["enumeration"] for scheme in _RATIO})
+OTHER_Q = _ratio_bug("ratio with other numbers than were sampled from (bfloat16)", "enumeration")
 BUGS = (
     LENIENT,
     LENIENT_MATCH,
@@ -102,13 +135,17 @@ BUGS = (
 
 
 def table() -> str:
-    """The two Markdown tables of docs/exactness.md."""
+    """The two Markdown tables of docs/exactness.md: proofs of the readable and of the fused verifier, and planted bugs."""
     lines = ["| scheme | " + " | ".join(proof.title for proof in PROOFS) + " |", "|---" * (len(PROOFS) + 1) + "|"]
-    for scheme in Scheme:
-        counts = [str(proof.count(scheme)) if proof.count(scheme) else "–" for proof in PROOFS]
-        lines.append(f"| `{scheme.value}` | " + " | ".join(counts) + " |")
+    for backend, schemes, suffix in ((READABLE, Scheme, ""), (FUSED, _FUSED_SCHEMES, ", fused")):
+        for scheme in schemes:
+            counts = [str(proof.count(scheme, backend) or "–") for proof in PROOFS]
+            lines.append(f"| `{scheme.value}`{suffix} | " + " | ".join(counts) + " |")
     lines += ["", "| planted bug | " + " | ".join(f"`{scheme.value}`" for scheme in Scheme) + " |", "|---" * (len(Scheme) + 1) + "|"]
     for bug in BUGS:
-        caught = [", ".join(str(case) for one, case in bug.cases if one is scheme) or "–" for scheme in Scheme]
+        caught = [
+            (", ".join(str(case) for one, case in bug.cases if one is scheme) or "–") + (", fused too" if bug.count(scheme, FUSED) else "")
+            for scheme in Scheme
+        ]
         lines.append(f"| {bug.title} | " + " | ".join(caught) + " |")
     return "\n".join(lines)
