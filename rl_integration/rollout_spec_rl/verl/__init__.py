@@ -6,3 +6,7 @@
 
 verl loads ``plugin`` in every process by the entry-point group ``verl.plugins``; everything else here is imported where it is used.
 """
+
+from __future__ import annotations
+
+BACKEND = "rollout_spec"  # of actor_rollout_ref.rollout.name

@@ -17,7 +17,7 @@ import ray
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from rollout_spec_rl.verl.options import BACKEND
+from rollout_spec_rl.verl import BACKEND
 from rollout_spec_rl.verl.weights import NamedTensor, WeightBucket, buckets
 
 MAILBOX = "rollout_spec_mailbox"

@@ -19,8 +19,8 @@ from rollout_spec.session import AUTO, parse_budget, parse_scheme
 from rollout_spec.tree import Draw
 from rollout_spec.verify import Scheme
 from rollout_spec_rl.compose import DRAFTERS
+from rollout_spec_rl.verl import BACKEND
 
-BACKEND = "rollout_spec"  # of actor_rollout_ref.rollout.name
 WHERE = "actor_rollout_ref.rollout.custom.rollout_spec"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MISSING = "???"  # OmegaConf's mark of a value that has to be given

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 
-from rollout_spec_rl.verl.options import BACKEND
+from rollout_spec_rl.verl import BACKEND
 
 logger = logging.getLogger(__name__)
 
