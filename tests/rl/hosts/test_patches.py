@@ -1,0 +1,79 @@
+"""Each patch does what it says, and upstream is still the code it was written against."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from rollout_spec_rl.verl import patches
+
+
+@pytest.mark.parametrize("patch", patches.EVERY_PATCH, ids=lambda patch: patch.target)
+def test_upstream_is_what_the_patch_knows(patch: patches.Patch) -> None:
+    assert patch.fingerprint() == patch.upstream, f"{patch.target} changed upstream: see whether the patch is still right ({patch.reason})"
+
+
+def test_a_changed_upstream_is_noticed() -> None:
+    def one() -> int:
+        return 1
+
+    def other() -> int:
+        return 2
+
+    assert patches.fingerprint(one) != patches.fingerprint(other)
+    assert len(patches.fingerprint(one)) == 12
+
+
+@pytest.mark.parametrize("patch", patches.EVERY_PATCH, ids=lambda patch: patch.target)
+def test_applying_twice_is_applying_once(patch: patches.Patch) -> None:
+    patch.apply()
+    owner, name = patch._place()
+    once = getattr(owner, name)
+    patch.apply()
+    assert getattr(owner, name) is once
+    assert patch.fingerprint() == patch.upstream
+
+
+def test_an_untested_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    patches.check_version()
+    monkeypatch.setattr(patches.metadata, "version", lambda _: "0.10.0")
+    with pytest.raises(ValueError, match=r"verl 0\.10\.0 is not among .*: pip install 'verl==0\.9\.1'"):
+        patches.check_version()
+
+
+def test_processes_meet_over_gloo_once() -> None:
+    asked: list[tuple[Any, Any]] = []
+    initialize = patches._gloo_process_group(lambda timeout, backend: asked.append((timeout, backend)))
+    initialize()
+    initialize(30, "cpu:gloo,cuda:nccl")
+    assert asked == [(None, "cpu:gloo"), (30, "cpu:gloo,cuda:nccl")]
+
+
+def test_only_training_steps_get_rollout_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollout_spec_rl.verl import collect
+
+    logged: list[dict[str, Any]] = []
+    log = patches._log_with_rollout_metrics(lambda _, data, step, backend: logged.append(data))
+    monkeypatch.setattr(collect, "step_metrics", lambda: {"rollout_spec/entropy": 1.0})
+    step = {"training/global_step": 3}
+    log(None, step, 3)
+    log(None, {"val-core/acc": 0.5}, 3)
+    assert logged == [{"training/global_step": 3, "rollout_spec/entropy": 1.0}, {"val-core/acc": 0.5}]
+    assert step == {"training/global_step": 3}
+
+
+def test_separate_async_starts_in_spite_of_its_log_line() -> None:
+    from verl.trainer.ppo.v1 import trainer_separate_async
+
+    logger = trainer_separate_async.logger
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        with pytest.raises(TypeError):
+            logger.info("as upstream", flush=True)
+        patches._setup_without_its_log_line(lambda _: logger.info("as upstream", flush=True))(None)
+        assert logger.level == logging.INFO
+    finally:
+        logger.setLevel(level)
