@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -25,31 +25,34 @@ class Patch:
 
     target: str  # "module:Class.method"
     reason: str
-    upstream: str  # fingerprint of the target's source in the tested versions
+    upstream: str  # fingerprint of the source in the tested versions
     replace: Callable[[Any], Any]
-
-    def _place(self) -> tuple[Any, str]:
-        module, _, path = self.target.partition(":")
-        owner: Any = importlib.import_module(module)
-        *outer, name = path.split(".")
-        for part in outer:
-            owner = getattr(owner, part)
-        return owner, name
+    source: str | None = None  # whose source has the fault; None: the target's
 
     def fingerprint(self) -> str:
         """Of the source that is installed."""
-        owner, name = self._place()
+        owner, name = place(self.source or self.target)
         return fingerprint(getattr(getattr(owner, name), _APPLIED, getattr(owner, name)))
 
     def apply(self) -> None:
         """Once a process; a second call changes nothing."""
-        owner, name = self._place()
+        owner, name = place(self.target)
         original = getattr(owner, name)
         if hasattr(original, _APPLIED):
             return
         replaced = self.replace(original)
         setattr(replaced, _APPLIED, original)
         setattr(owner, name, replaced)
+
+
+def place(target: str) -> tuple[Any, str]:
+    """The object that holds the target, and the target's name in it."""
+    module, _, path = target.partition(":")
+    owner: Any = importlib.import_module(module)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    return owner, name
 
 
 def fingerprint(code: Any) -> str:
@@ -88,19 +91,12 @@ def _log_with_rollout_metrics(original: Callable[..., None]) -> Callable[..., No
     return log
 
 
-def _setup_without_its_log_line(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def setup(self: Any) -> None:
-        from verl.trainer.ppo.v1 import trainer_separate_async
+class _LoggerThatTakesFlush(logging.LoggerAdapter[logging.Logger]):
+    """Takes print's ``flush``, which means nothing to a logger."""
 
-        level = trainer_separate_async.logger.level
-        trainer_separate_async.logger.setLevel(logging.WARNING)
-        try:
-            original(self)
-        finally:
-            trainer_separate_async.logger.setLevel(level)
-
-    return setup
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        kwargs.pop("flush", None)
+        return msg, kwargs
 
 
 ON_CPU = (
@@ -121,10 +117,12 @@ IN_EVERY_PROCESS = (
 )
 IN_THE_TRAINER = (
     Patch(
-        target="verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync._setup",
-        reason="it calls logger.info(..., flush=True), a TypeError unless the logger's level is above INFO",
+        # The logger, not the method: by the time that our replica is loaded the method is running.
+        target="verl.trainer.ppo.v1.trainer_separate_async:logger",
+        source="verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync._setup",
+        reason="_setup calls logger.info(..., flush=True), a TypeError unless the logger's level is above INFO",
         upstream="792593a969da",
-        replace=_setup_without_its_log_line,
+        replace=_LoggerThatTakesFlush,
     ),
 )
 EVERY_PATCH = (*ON_CPU, *IN_EVERY_PROCESS, *IN_THE_TRAINER)

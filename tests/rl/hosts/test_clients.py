@@ -169,3 +169,33 @@ def test_a_mailbox_waits_for_its_version() -> None:
         assert await box.get(2, 0) == ["first"]
 
     asyncio.run(work())
+
+
+def test_metrics_come_from_every_server_that_lives(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from ray.exceptions import ActorDiedError
+
+    from rollout_spec_rl.verl import collect
+    from rollout_spec_rl.verl.metrics import StepTotals
+
+    alive = {"rollout_spec_server_0": StepTotals(num_requests=3), "rollout_spec_server_2": StepTotals(num_requests=4)}
+    names = [*alive, "rollout_spec_server_1", "rollout_spec_server_3", "another_actor"]
+
+    def get(name: str) -> StepTotals:
+        if name == "rollout_spec_server_1":
+            raise ActorDiedError
+        return alive[name]
+
+    def get_actor(name: str) -> Any:
+        if name == "rollout_spec_server_3":
+            raise ValueError("Failed to look up actor")
+        return SimpleNamespace(take_metrics=SimpleNamespace(remote=lambda: name))
+
+    monkeypatch.setattr(collect.ray.util, "list_named_actors", lambda: names)
+    monkeypatch.setattr(collect.ray, "get_actor", get_actor)
+    monkeypatch.setattr(collect.ray, "get", get)
+    found = collect.step_metrics()
+    assert (found["rollout_spec/num_requests"], found["rollout_spec/num_replicas"]) == (7, 2)
+    assert "rollout_spec_server_1 gave no metrics" in caplog.text
+    assert "rollout_spec_server_3 gave no metrics" in caplog.text
+    names[:] = ["another_actor"]
+    assert collect.step_metrics() == {}

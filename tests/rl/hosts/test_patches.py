@@ -29,7 +29,7 @@ def test_a_changed_upstream_is_noticed() -> None:
 @pytest.mark.parametrize("patch", patches.EVERY_PATCH, ids=lambda patch: patch.target)
 def test_applying_twice_is_applying_once(patch: patches.Patch) -> None:
     patch.apply()
-    owner, name = patch._place()
+    owner, name = patches.place(patch.target)
     once = getattr(owner, name)
     patch.apply()
     assert getattr(owner, name) is once
@@ -64,16 +64,14 @@ def test_only_training_steps_get_rollout_metrics(monkeypatch: pytest.MonkeyPatch
     assert step == {"training/global_step": 3}
 
 
-def test_separate_async_starts_in_spite_of_its_log_line() -> None:
+def test_separate_async_may_log_as_it_does(caplog: pytest.LogCaptureFixture) -> None:
     from verl.trainer.ppo.v1 import trainer_separate_async
 
-    logger = trainer_separate_async.logger
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
+    (patch,) = patches.IN_THE_TRAINER
+    patch.apply()
+    upstream = trainer_separate_async.logger.__rollout_spec_patch__
+    with caplog.at_level(logging.INFO, logger=upstream.name):
         with pytest.raises(TypeError):
-            logger.info("as upstream", flush=True)
-        patches._setup_without_its_log_line(lambda _: logger.info("as upstream", flush=True))(None)
-        assert logger.level == logging.INFO
-    finally:
-        logger.setLevel(level)
+            upstream.info("as upstream", flush=True)
+        trainer_separate_async.logger.info("with %s", "flush", flush=True)
+    assert [record.getMessage() for record in caplog.records] == ["with flush"]
