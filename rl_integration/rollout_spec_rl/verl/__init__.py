@@ -10,3 +10,4 @@ verl loads ``plugin`` in every process by the entry-point group ``verl.plugins``
 from __future__ import annotations
 
 BACKEND = "rollout_spec"  # of actor_rollout_ref.rollout.name
+CPU = "cpu"  # of VERL_PLATFORM and trainer.device

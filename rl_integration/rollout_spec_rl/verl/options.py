@@ -134,11 +134,10 @@ class RolloutPlan:
     max_context: int
     ignore_eos: bool
     raw_logprobs: bool  # hand over the model's own log-probabilities instead of the sampled law's
-    temperature: float
 
 
 def plan_rollouts(rollout: Mapping[str, Any]) -> RolloutPlan:
-    """Check verl's rollout config (as a mapping or RolloutConfig.to-dict) for our backend.
+    """Check verl's rollout config, given as a mapping, for our backend.
 
     Raises ValueError that names the setting and the mend for everything the embedded engine cannot do.
     """
@@ -175,5 +174,4 @@ def plan_rollouts(rollout: Mapping[str, Any]) -> RolloutPlan:
         max_context=max_context,
         ignore_eos=bool(rollout.get("ignore_eos")),
         raw_logprobs=mode == "raw_logprobs",
-        temperature=temperature,
     )

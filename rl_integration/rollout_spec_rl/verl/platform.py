@@ -16,7 +16,7 @@ import psutil
 import torch
 from verl.plugin.platform import PlatformBase
 
-NAME = "cpu"
+from rollout_spec_rl.verl import CPU
 
 
 def _memory_info(_: object = None) -> tuple[int, int]:
@@ -47,7 +47,7 @@ def _device_module() -> types.ModuleType:
         "device_count": lambda: 1,
         "is_available": lambda: True,
         "is_bf16_supported": lambda *_: True,
-        "get_device_name": lambda *_: NAME,
+        "get_device_name": lambda *_: CPU,
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
         "manual_seed": torch.manual_seed,
@@ -67,11 +67,11 @@ class PlatformCPU(PlatformBase):
 
     @property
     def device_name(self) -> str:
-        return NAME
+        return CPU
 
     @property
     def vendor_name(self) -> str:
-        return NAME
+        return CPU
 
     @property
     def device_module(self) -> types.ModuleType:
@@ -81,7 +81,7 @@ class PlatformCPU(PlatformBase):
         return True
 
     def current_device(self) -> Any:
-        return NAME  # used as a torch device everywhere; a bare index would mean an accelerator
+        return CPU  # used as a torch device everywhere; a bare index would mean an accelerator
 
     def device_count(self) -> int:
         return 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 
-from rollout_spec_rl.verl import BACKEND
+from rollout_spec_rl.verl import BACKEND, CPU
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +30,22 @@ def has_accelerator() -> bool:
     import torch
     from verl.plugin.platform import PlatformRegistry
 
-    names = (name for name in PlatformRegistry.registered_names() if name != "cpu")
+    names = (name for name in PlatformRegistry.registered_names() if name != CPU)
     platforms = (PlatformRegistry.get(name) for name in names)
     return torch.cuda.is_available() or any(cls is not None and cls().is_platform_available(use_smi_check=True) for cls in platforms)
 
 
 def register_platform() -> None:
-    """The CPU platform and what goes with it, if there is nothing better."""
-    if has_accelerator():
+    """The CPU platform and what goes with it, unless there is something better or the user named another one (VERL_PLATFORM)."""
+    if os.environ.get("VERL_PLATFORM", CPU) != CPU or has_accelerator():
         return
     from verl.plugin.platform import PlatformRegistry
 
     from rollout_spec_rl.verl import patches
-    from rollout_spec_rl.verl.platform import NAME, PlatformCPU
+    from rollout_spec_rl.verl.platform import PlatformCPU
 
-    PlatformRegistry.register(platform=NAME)(PlatformCPU)
-    os.environ.setdefault("VERL_PLATFORM", NAME)
+    PlatformRegistry.register(platform=CPU)(PlatformCPU)
+    os.environ["VERL_PLATFORM"] = CPU
     # verl's training engines are registered by device; the one for "cuda" is written against the platform and runs here as well.
     os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
     for patch in patches.ON_CPU:

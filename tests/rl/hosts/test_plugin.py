@@ -60,6 +60,14 @@ def test_verl_knows_us(tmp_path: Path) -> None:
         assert (config["ray"]["num_gpus"], config["ray"]["num_cpus"]) == (1, 32)
 
 
+def test_a_platform_that_the_user_names_is_left_alone(tmp_path: Path) -> None:
+    """As on the head node of a cluster, which has no accelerator of its own."""
+    program = "import verl; from verl.plugin.platform import PlatformRegistry; print(PlatformRegistry.registered_names())"
+    done = run("-c", program, cwd=tmp_path, VERL_PLATFORM="nvidia")
+    assert done.returncode == 0, done.stderr
+    assert "cpu" not in done.stdout.splitlines()[-1]
+
+
 def test_a_plugin_that_fails_says_so(tmp_path: Path) -> None:
     """verl itself would only report it at DEBUG."""
     program = """
