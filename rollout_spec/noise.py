@@ -29,6 +29,12 @@ _MIN_VECTORISED_ROWS = 40
 _MAX_VECTORISED_WORDS = 32
 
 
+# Positions of a drafter's own stream: where the round starts, plus a multiple of LANE that tells the round's draws apart (the step of a
+# chain, the parent node of a tree). Cousins must be independent, and so must a position drafted again in a later round, whose first
+# draft block and traversal verification have already looked at.
+LANE = 1 << 40
+
+
 class Stream(enum.IntEnum):
     """Independent streams. Sharing one between two uses biases the output, so each use has its own."""
 
@@ -43,8 +49,10 @@ def vocab_bits(seed: int, stream: Stream, position: int, vocab_size: int) -> np.
     return _halves(_RowGenerator(stream).words(seed, position, (vocab_size + 1) // 2), vocab_size)
 
 
-def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, stream: Stream = Stream.TARGET) -> Tensor:
+def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], tokens: int | Tensor, stream: Stream = Stream.TARGET) -> Tensor:
     """[R, V] float32 standard Gumbel noise, row r keyed by (seeds[r], stream, positions[r]); always finite.
+
+    ``tokens`` is the vocabulary's size V, or ids [V] int64: then column c is the noise of token tokens[c].
 
     ``G = -log(E)`` with ``E = -log1p(-u)``, ``u = min((word + 1/2) / 2**32, 1 - 2**-24)`` in float32: small u, where large noise
     comes from, is exact to float32. The bound is the largest float32 below 1; without it u rounds to 1 with probability 2**-25
@@ -54,6 +62,10 @@ def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int
     other rows, bit for bit: each is computed in a buffer of its own, so vector lanes and thread chunks are the same for all.
     """
     _check_positions(positions)
+    if isinstance(tokens, Tensor):
+        vocab_size = int(tokens.max()) + 1 if tokens.numel() else 0
+        return gumbel_noise(seeds, positions, vocab_size, stream)[:, tokens.cpu()]
+    vocab_size = tokens
     noise = torch.empty(len(seeds), vocab_size)
     generator = _RowGenerator(stream)
     for row, seed, position in zip(noise, seeds, positions, strict=True):

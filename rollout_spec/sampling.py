@@ -91,6 +91,7 @@ def needs_history(params: SamplingParams) -> bool:
     return _penalties(params).any or len(params.logits_processors) > 0
 
 
+@functools.lru_cache(maxsize=1024)  # asked for every row of every round
 def is_plain(params: SamplingParams) -> bool:
     """True if the target is softmax(logits / temperature) with a positive temperature and nothing else."""
     return params.temperature > 0 and not (needs_history(params) or _truncates(params) or _has_static_bias(params))

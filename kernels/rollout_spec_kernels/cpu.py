@@ -15,12 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollout_spec.engine.draft_head import DraftHead, HeadWeights
 from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.stack import DecoderLayer
 from rollout_spec.tree import DraftTree
 from rollout_spec.verdict import Verdict
 from rollout_spec.verify import Scheme, TargetRows, VerifyNoise
 from rollout_spec_kernels.decoder import DecoderStack
+from rollout_spec_kernels.draft import FusedDraftHead
 from rollout_spec_kernels.library import checked, is_bfloat16, unavailable_reason
 from rollout_spec_kernels.linear import PackedLinear
 from rollout_spec_kernels.noise import CpuNoise
@@ -53,6 +55,10 @@ class CpuOps(CpuNoise):
     def decoder_stack(self, layers: Sequence[DecoderLayer], final_norm: Tensor, *, head_dim: int, eps: float, scale: float) -> DecoderStack:
         """All layers (their projections packed by `pack_linear`) and the final norm as one call, bitwise equal to the operations below."""
         return DecoderStack(layers, final_norm, head_dim=head_dim, eps=eps, scale=scale)
+
+    def draft_head(self, weights: HeadWeights) -> DraftHead:
+        """A recurrent draft head (its projections packed by `pack_linear`) whose chains take one call a round."""
+        return FusedDraftHead(self, weights)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [M, H], weight [H] -> weight * cast(x / sqrt(mean(x²) + eps)), the norm in float32 (transformers' rounding order)."""

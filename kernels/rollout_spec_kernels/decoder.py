@@ -53,22 +53,22 @@ class DecoderStack:
             raise ValueError("a decoder stack needs at least one layer")
         self._library = library()
         self._is_bf16, self._dtype = is_bfloat16("final_norm", final_norm), final_norm.dtype
-        self._hidden_size, self._head_dim, self._eps, self._scale = final_norm.shape[0], head_dim, eps, scale
-        self._num_heads = layers[0].out.in_features // head_dim
-        self._num_kv_heads = (layers[0].qkv.out_features // head_dim - self._num_heads) // 2
-        self._mlp_width = layers[0].down.in_features
+        self.hidden_size, self.head_dim, self.eps, self.scale = final_norm.shape[0], head_dim, eps, scale
+        self.num_heads = layers[0].out.in_features // head_dim
+        self.num_kv_heads = (layers[0].qkv.out_features // head_dim - self.num_heads) // 2
+        self.mlp_width = layers[0].down.in_features
         self._layers, self._final_norm = list(layers), final_norm
         for index, layer in enumerate(self._layers):
             self._check_layer(index, layer)
-        self._pointers = (_Layer * len(layers))(*(_pointers(layer) for layer in self._layers))
+        self.pointers = (_Layer * len(layers))(*(_pointers(layer) for layer in self._layers))  # what rs_decoder takes
 
     def _check_layer(self, index: int, layer: DecoderLayer) -> None:
-        hidden, width = self._hidden_size, self._num_heads * self._head_dim
+        hidden, width = self.hidden_size, self.num_heads * self.head_dim
         shapes = {
-            "qkv": (width + 2 * self._num_kv_heads * self._head_dim, hidden),
+            "qkv": (width + 2 * self.num_kv_heads * self.head_dim, hidden),
             "out": (hidden, width),
-            "gate_up": (2 * self._mlp_width, hidden),
-            "down": (hidden, self._mlp_width),
+            "gate_up": (2 * self.mlp_width, hidden),
+            "down": (hidden, self.mlp_width),
         }
         for name, shape in shapes.items():
             linear = getattr(layer, name)
@@ -76,7 +76,7 @@ class DecoderStack:
                 raise ValueError(f"layer {index}: {name} was packed by other operations ({type(linear).__name__}); pack it with CpuOps")
             if (linear.out_features, linear.in_features) != shape or linear.out_dtype is not self._dtype:
                 raise ValueError(f"layer {index}: {name} must be {shape} in {self._dtype}; got {(linear.out_features, linear.in_features)}")
-        for name, size in (("input_norm", hidden), ("post_norm", hidden), ("q_norm", self._head_dim), ("k_norm", self._head_dim)):
+        for name, size in (("input_norm", hidden), ("post_norm", hidden), ("q_norm", self.head_dim), ("k_norm", self.head_dim)):
             norm: Tensor | None = getattr(layer, name)
             if norm is not None and checked(f"layer {index}: {name}", norm, self._dtype, (size,)) is not norm:
                 raise ValueError(f"layer {index}: {name} must be contiguous")
@@ -95,20 +95,20 @@ class DecoderStack:
     ) -> StackOutput:
         """Rows of embedded tokens -> hidden states; K and V of every layer go to cells (layer, row_slots, :, row_indices)."""
         dtype, (num_rows, hidden), num_layers = self._dtype, embedded.shape, len(self._layers)
-        if self._num_kv_heads != k_cache.shape[2] or k_cache.shape[0] != num_layers or k_cache.shape[4] != self._head_dim:
+        if self.num_kv_heads != k_cache.shape[2] or k_cache.shape[0] != num_layers or k_cache.shape[4] != self.head_dim:
             raise ValueError(
-                f"the cache {tuple(k_cache.shape)} is not of {num_layers} layers of {self._num_kv_heads} heads of {self._head_dim}"
+                f"the cache {tuple(k_cache.shape)} is not of {num_layers} layers of {self.num_kv_heads} heads of {self.head_dim}"
             )
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             if checked(name, cache, dtype, k_cache.shape) is not cache:
                 raise ValueError(f"{name} must be contiguous")
-        residual = checked("embedded", embedded, dtype, (num_rows, self._hidden_size)).clone()
+        residual = checked("embedded", embedded, dtype, (num_rows, self.hidden_size)).clone()
         normed = torch.empty_like(residual)
         taps = {layer: torch.empty_like(residual) for layer in tap_layers if layer >= 0}
         num_requests, ancestors = plan.slots.shape[0], plan.ancestors
         held = {
-            "cos": checked("cos", cos, dtype, (num_rows, self._head_dim)),
-            "sin": checked("sin", sin, dtype, (num_rows, self._head_dim)),
+            "cos": checked("cos", cos, dtype, (num_rows, self.head_dim)),
+            "sin": checked("sin", sin, dtype, (num_rows, self.head_dim)),
             "row_slots": checked("row_slots", row_slots, torch.int64, (num_rows,)),
             "row_indices": checked("row_indices", row_indices, torch.int64, (num_rows,)),
             "row_offsets": checked("row_offsets", plan.row_offsets, torch.int64, (num_requests + 1,)),
@@ -122,12 +122,12 @@ class DecoderStack:
             threads=torch.get_num_threads(),
             num_layers=num_layers,
             hidden_size=hidden,
-            num_heads=self._num_heads,
-            num_kv_heads=self._num_kv_heads,
-            head_dim=self._head_dim,
-            mlp_width=self._mlp_width,
-            eps=self._eps,
-            scale=self._scale,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            mlp_width=self.mlp_width,
+            eps=self.eps,
+            scale=self.scale,
             num_rows=num_rows,
             num_requests=num_requests,
             mask_words=0 if ancestors is None else ancestors.shape[1],
@@ -145,7 +145,7 @@ class DecoderStack:
         )
         tap_pointers = (ctypes.c_void_p * num_layers)(*(taps[i].data_ptr() if i in taps else None for i in range(num_layers)))
         step.taps = ctypes.cast(tap_pointers, ctypes.c_void_p)
-        if num_rows and not self._library.rs_decoder(ctypes.byref(step), self._pointers):
+        if num_rows and not self._library.rs_decoder(ctypes.byref(step), self.pointers):
             raise ValueError(
                 f"the plan must cover {num_rows} rows and stay inside the cache of {k_cache.shape[1]} slots of {k_cache.shape[3]} tokens"
             )

@@ -21,15 +21,18 @@ class CpuNoise:
     def __init__(self) -> None:
         self._library = library()
 
-    def gumbel_noise(self, seeds: Sequence[int], positions: Sequence[int], vocab_size: int, stream: Stream = Stream.TARGET) -> Tensor:
-        """[R, V] float32: rollout_spec.noise.gumbel_noise from the same bits.
+    def gumbel_noise(self, seeds: Sequence[int], positions: Sequence[int], tokens: int | Tensor, stream: Stream = Stream.TARGET) -> Tensor:
+        """[R, V] float32: rollout_spec.noise.gumbel_noise from the same bits; ``tokens`` is V, or the ids [V] that are wanted.
 
         The logarithms round differently from torch's, so the noise differs by a few units in the last place of E = exp(-G): runs
         that must agree token for token must draw it from one implementation.
         """
         keys = _keys(seeds, positions)
-        noise = torch.empty(len(seeds), vocab_size)
-        self._library.rs_gumbel_noise(*keys, int(stream), noise.data_ptr(), len(seeds), vocab_size, torch.get_num_threads())
+        ids = checked("tokens", tokens, torch.int64, tokens.shape[:1]) if isinstance(tokens, Tensor) else None
+        num_tokens = tokens if isinstance(tokens, int) else tokens.numel()
+        noise = torch.empty(len(seeds), num_tokens)
+        address = None if ids is None else ids.data_ptr()
+        self._library.rs_gumbel_noise(*keys, int(stream), address, noise.data_ptr(), len(seeds), num_tokens, torch.get_num_threads())
         return noise
 
     def uniforms(self, seeds: Sequence[int], positions: Sequence[int], stream: Stream, num: int = 1) -> Tensor:

@@ -7,18 +7,21 @@ drafter's distribution (its own vocabulary if reduced).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rollout_spec.budget import Budget
 from rollout_spec.drafter import RequestView
-from rollout_spec.noise import Stream, gumbel_noise
+from rollout_spec.noise import LANE, Stream, gumbel_noise
 from rollout_spec.tree import NO_PARENT, DraftTree, Draw
 
-# A draft's own draws are keyed by where the round starts and, in the upper bits, by the parent node: cousins must be independent,
-# and so must a position drafted again in a later round, whose first draft block and traversal verification have already looked at.
-_LANE = 1 << 40
+
+class TokenNoise(Protocol):
+    """noise.gumbel_noise, or a kernel's."""
+
+    def __call__(self, seeds: Sequence[int], positions: Sequence[int], tokens: int | Tensor, stream: Stream) -> Tensor: ...
 
 
 class TreeGrower:
@@ -27,8 +30,15 @@ class TreeGrower:
     Number and place of the children depend on the budget and on the support of the distributions, never on what was drawn.
     """
 
-    def __init__(self, requests: Sequence[RequestView], budget: Budget, draw: Draw, draft_token_ids: Tensor | None = None) -> None:
-        self._requests, self._budget, self._draw, self._ids = requests, budget, draw, draft_token_ids
+    def __init__(
+        self,
+        requests: Sequence[RequestView],
+        budget: Budget,
+        draw: Draw,
+        draft_token_ids: Tensor | None = None,
+        noise: TokenNoise = gumbel_noise,
+    ) -> None:
+        self._requests, self._budget, self._draw, self._ids, self._noise = requests, budget, draw, draft_token_ids, noise
         batch = len(requests)
         self._tokens = torch.empty(batch, 0, dtype=torch.int64)
         self._parents = torch.empty(batch, 0, dtype=torch.int64)
@@ -83,10 +93,8 @@ class TreeGrower:
         order = (~self._alive).int().argsort(dim=1, stable=True)
         num_nodes = self._alive.sum(1)
         most = int(num_nodes.max()) if num_nodes.numel() else 0
+        new_place = torch.empty_like(self._parents).scatter_(1, order, torch.arange(self._tokens.shape[1]).expand_as(self._parents))
         order = order[:, :most]
-        new_place = torch.empty_like(self._parents).scatter_(
-            1, self._alive_order(), torch.arange(self._tokens.shape[1]).expand_as(self._parents)
-        )
         parents = self._parents.gather(1, order)
         parents = torch.where(parents >= 0, new_place.gather(1, parents.clamp_min(0)), NO_PARENT)
         return DraftTree(
@@ -97,9 +105,6 @@ class TreeGrower:
             draft_probs=self._probs(order) if self._log_probs and most else None,
             draft_token_ids=self._ids if self._log_probs and most else None,
         )
-
-    def _alive_order(self) -> Tensor:
-        return (~self._alive).int().argsort(dim=1, stable=True)
 
     def _probs(self, order: Tensor) -> Tensor:
         """[B, N, V]: the distribution each kept node was drawn from."""
@@ -116,13 +121,11 @@ class TreeGrower:
         batch, _, columns = log_probs.shape
         coupled = self._draw is Draw.GUMBEL
         # Coupled noise is the target's, by target token; a sampler of its own draws by column.
-        vocab = int(self._ids.max()) + 1 if coupled and self._ids is not None else columns
+        tokens = columns if not coupled or self._ids is None else self._ids
         stream = Stream.TARGET if coupled else Stream.DRAFT
         # Coupled noise belongs to the absolute position: all parents of a depth see the same.
-        offsets = [self._depth] if coupled else [(node + 1) * _LANE for node in self._level.tolist()]
+        offsets = [self._depth] if coupled else [(node + 1) * LANE for node in self._level.tolist()]
         seeds = [request.seed for request in self._requests for _ in offsets]
         positions = [request.next_position + offset for request in self._requests for offset in offsets]
-        noise = gumbel_noise(seeds, positions, vocab, stream).view(batch, -1, vocab)
-        if coupled and self._ids is not None:
-            noise = noise[..., self._ids]
+        noise = self._noise(seeds, positions, tokens, stream).to(log_probs.device).view(batch, -1, columns)
         return (log_probs + noise).topk(width, dim=-1).indices

@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollout_spec.engine.draft_head import DraftHead, HeadWeights
 from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.stack import DecoderLayer, LayerOps, LayerStack, Linear, StackOutput
+from rollout_spec.noise import Stream, gumbel_noise
 from rollout_spec.tree import DraftTree
 from rollout_spec.verdict import Verdict
 from rollout_spec.verify import Scheme, TargetRows, VerifyNoise, verify
@@ -56,9 +58,15 @@ class Ops(LayerOps, KeyedNoise, Protocol):
 
     def decoder_stack(self, layers: Sequence[DecoderLayer], final_norm: Tensor, *, head_dim: int, eps: float, scale: float) -> Stack: ...
 
+    def draft_head(self, weights: HeadWeights) -> DraftHead: ...
+
     def commit(
         self, k_cache: Tensor, v_cache: Tensor, slots: Tensor, context_lengths: Tensor, moves: Tensor
     ) -> None: ...  # caches [L, S, Hkv, C, d], moves [B, D + 1]: row whose K/V goes to row i, -1 = none
+
+    def gumbel_noise(
+        self, seeds: Sequence[int], positions: Sequence[int], tokens: int | Tensor, stream: Stream = Stream.TARGET
+    ) -> Tensor: ...  # [R, V] of all tokens (their number) or of some (their ids): noise.gumbel_noise
 
     def log_softmax_stats(self, logits: Tensor, inv_temperatures: Tensor) -> LogSoftmaxStats: ...  # [R, V] any float, [R]
 
@@ -128,6 +136,12 @@ class TorchOps(NumpyNoise):
     ) -> Stack:
         return LayerStack(self, layers, final_norm, eps=eps, scale=scale)
 
+    def draft_head(self, weights: HeadWeights) -> DraftHead:
+        return DraftHead(self, weights)
+
+    def gumbel_noise(self, seeds: Sequence[int], positions: Sequence[int], tokens: int | Tensor, stream: Stream = Stream.TARGET) -> Tensor:
+        return gumbel_noise(seeds, positions, tokens, stream)
+
     def log_softmax_stats(self, logits: Tensor, inv_temperatures: Tensor) -> LogSoftmaxStats:
         log_probs = (logits.float() * inv_temperatures[:, None]).log_softmax(dim=-1)
         # 0 · −inf is 0 here: a masked token adds nothing to the entropy.
@@ -181,9 +195,9 @@ class TorchOps(NumpyNoise):
             begin, end = int(plan.row_offsets[request]), int(plan.row_offsets[request + 1])
             if end == begin:
                 continue
-            total = int(plan.context_lengths[request]) + end - begin
             slot = int(plan.slots[request])
-            mask = _window(plan.visible(request), total, end - begin, sliding_window)
+            mask = _window(plan.visible(request), sliding_window)
+            total = mask.shape[1]
             out[begin:end] = _attend(
                 q[None, begin:end], k_cache[slot : slot + 1, :, :total], v_cache[slot : slot + 1, :, :total], mask[None], scale
             )[0]
@@ -245,25 +259,18 @@ def _rows_of(cache: Tensor, slots: Tensor, length: int) -> Tensor:
     return cache[slots, :, :length]
 
 
-def _window(mask: Tensor, total: int, num_rows: int, window: int) -> Tensor:
-    """Restrict mask [rows, total] to positions less than window before each row's own (0 = no limit).
-
-    A row's position is the context's length plus the number of new rows it sees, itself included, minus one: its depth.
-    """
-    if window <= 0:
-        return mask
-    context = total - num_rows
-    positions = torch.cat([torch.arange(context), context + mask[:, context:].sum(1) - 1])
-    return mask & (positions > positions[context:, None] - window)
+def _window(mask: Tensor, window: int) -> Tensor:
+    """Restrict mask [rows, keys] to the last ``window`` keys that a row sees (0 = no limit): they come in order of position, one each."""
+    return mask if window <= 0 else mask & (mask.flip(1).cumsum(1).flip(1) <= window)
 
 
 def _batch_mask(plan: AttentionPlan, most: int, window: int) -> Tensor:
     """[B, most, L] bool for the padded batch; L is rounded up so that a row's sum does not depend on its neighbours' lengths."""
     rows = plan.rows_per_request
-    longest = int((plan.context_lengths + rows).max())
+    longest = int((plan.context_lengths + rows).max()) + plan.num_earlier
     mask = torch.zeros(rows.numel(), most, -(-longest // 64) * 64, dtype=torch.bool)
     mask[:, :, 0] = True  # padding rows need something to attend to
     for request in range(rows.numel()):
-        own, total = int(rows[request]), int(plan.context_lengths[request] + rows[request])
-        mask[request, :own, :total] = _window(plan.visible(request), total, own, window)
+        visible = _window(plan.visible(request), window)
+        mask[request, : visible.shape[0], : visible.shape[1]] = visible
     return mask

@@ -17,12 +17,16 @@ class AttentionPlan:
 
     Every row sees the whole committed context of its request. Among the new rows it sees those whose bit is set in ``ancestors``
     (bit ``j % 64`` of word ``j // 64`` for new row j, itself included), or, with None, all up to itself (causal).
+
+    With ``num_earlier`` (only beside ``ancestors``) so many rows of a growing tree lie already behind each context: row j is stored
+    behind them, and bits count from the context, the earlier rows first.
     """
 
     row_offsets: Tensor  # [B + 1] int64
     slots: Tensor  # [B] int64
     context_lengths: Tensor  # [B] int64
     ancestors: Tensor | None = None  # [R, W] int64 bitmask
+    num_earlier: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -45,16 +49,16 @@ class AttentionPlan:
         """[R] int64: the index inside the slot at which each row's K/V is stored."""
         requests = self.row_requests()
         within = torch.arange(self.num_rows) - self.row_offsets[requests]
-        return self.context_lengths[requests] + within
+        return self.context_lengths[requests] + self.num_earlier + within
 
     def visible(self, request: int) -> Tensor:
-        """[rows, context + rows] bool for one request: the readable form of the mask."""
+        """[rows, context + earlier + rows] bool for one request: the readable form of the mask."""
         begin, end = int(self.row_offsets[request]), int(self.row_offsets[request + 1])
         num_rows, context = end - begin, int(self.context_lengths[request])
         if self.ancestors is None:
             among = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
         else:
-            columns = torch.arange(num_rows)
+            columns = torch.arange(self.num_earlier + num_rows)
             words = self.ancestors[begin:end][:, columns // 64]
             among = (words >> (columns % 64)) & 1 == 1
         return torch.cat([torch.ones(num_rows, context, dtype=torch.bool), among], dim=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -58,7 +59,7 @@ def _caches(num_kv_heads: int, head_dim: int, dtype: torch.dtype, plan: Attentio
     for cache in (k, v):
         used = torch.zeros(SLOTS, CAPACITY, dtype=torch.bool)
         for b, slot in enumerate(plan.slots.tolist()):
-            used[slot, : int(plan.context_lengths[b] + plan.rows_per_request[b])] = True
+            used[slot, : int(plan.context_lengths[b] + plan.num_earlier + plan.rows_per_request[b])] = True
         cache.transpose(1, 2)[~used] = math.nan
     return k, v
 
@@ -69,6 +70,9 @@ PLANS = {
     "chains": _plan([3, 64, 100], [5, 0, 17]),
     "prefill": _plan([0, 33], [97, 40]),
     "trees": _plan([0, 30, 63], [9, 4, 1], ancestors=torch.cat([_masks(TREE), _masks([-1, 0, 0, 2]), _masks([-1])])),
+    "a level of growing trees": dataclasses.replace(
+        _plan([0, 60], [3, 3], ancestors=torch.cat([_masks(TREE)[3:6], _masks(TREE)[3:6]])), num_earlier=3
+    ),
     "tree of two words": _plan([40], [80], ancestors=_masks([-1, *(row // 2 for row in range(79))], 2)),
 }
 
@@ -134,8 +138,13 @@ def test_nan_and_large_scores(ops: CpuOps) -> None:
     assert torch.equal(dirty[1], got[1])
 
 
+_DEEP = dataclasses.replace(_plan([0, 148], [1, 1], ancestors=_masks([-1, 0, 1])[[0, 2]]), num_earlier=2)
+
+
 @pytest.mark.parametrize(
-    "plan", [_plan([0, 150], [1, 1]), _plan([0, 5], [1, 2]), _plan([0, 5], [1, 1], slots=[0, 4]), _plan([0, -1], [1, 1])], ids=str
+    "plan",
+    [_plan([0, 150], [1, 1]), _plan([0, 5], [1, 2]), _plan([0, 5], [1, 1], slots=[0, 4]), _plan([0, -1], [1, 1]), _DEEP],
+    ids=str,
 )
 def test_a_plan_that_leaves_the_cache_is_refused(ops: CpuOps, plan: AttentionPlan) -> None:
     cache = torch.zeros(SLOTS, 1, CAPACITY, 8)

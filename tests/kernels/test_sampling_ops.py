@@ -70,6 +70,15 @@ def test_gumbel_noise_comes_from_the_same_bits(ops: CpuOps, stream: Stream, voca
     assert torch.all((got - wanted)[finite].abs() <= 2**-22 * wanted[finite].abs().clamp(min=1))
 
 
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 4099])
+def test_noise_of_chosen_tokens_is_that_of_the_whole_vocabulary(ops: CpuOps, num_tokens: int) -> None:
+    token_ids = torch.randperm(9_000, generator=torch.Generator().manual_seed(1))[:num_tokens]
+    for ids in (token_ids, token_ids.sort().values):
+        whole, core = ops.gumbel_noise([3, -4], [7, 2**40], 9_000), gumbel_noise([3, -4], [7, 2**40], 9_000)
+        assert torch.equal(ops.gumbel_noise([3, -4], [7, 2**40], ids), whole[:, ids])
+        assert torch.equal(gumbel_noise([3, -4], [7, 2**40], ids), core[:, ids])
+
+
 def test_gumbel_noise_needs_a_position_for_each_seed(ops: CpuOps) -> None:
     with pytest.raises(ValueError, match="one length; got 2 and 1"):
         ops.gumbel_noise([1, 2], [0], 10)

@@ -9,6 +9,8 @@
 // - the sum of weights is taken in fixed point (2^-40), where addition is exact and has no order;
 // - the weighted sum of V is one chain over keys in order, in which a hidden key adds 0 * v, a no-op.
 //
+// New rows of a tree may see rows that lie behind the context already (AttentionPlan.num_earlier): a row's keys end with its last bit.
+//
 // Legend: B requests, R rows, H query heads, Hkv key/value heads, G = H / Hkv, d head size, W mask words, chunk = kPanel keys.
 
 #include <algorithm>
@@ -40,6 +42,13 @@ struct View {
   int64_t first, end;
   const uint64_t* words;
 };
+
+// Behind the last of the context's keys and of those that are set in words: what a row sees ends with the row itself.
+inline int64_t last_key(int64_t context, const uint64_t* words, int64_t num_words) {
+  for (int64_t w = num_words; w-- > 0;)
+    if (words[w]) return context + 64 * w + 64 - __builtin_clzll(words[w]);
+  return context;
+}
 
 struct Item {
   int64_t request, kv_head, first_row, num_rows;  // first_row counts from the request's first row
@@ -174,12 +183,13 @@ class Attention {
     const int64_t d = shape_.head_dim, num_queries = item.num_rows * group_, context = plan_.context_lengths[item.request];
     views.resize(item.num_rows);
     words.resize(item.num_rows * shape_.mask_words);
-    int64_t first = std::numeric_limits<int64_t>::max();
+    int64_t first = std::numeric_limits<int64_t>::max(), end_key = 0;
     for (int64_t row = 0; row < item.num_rows; ++row) {
-      views[row] = make_view(shape_, plan_, item, item.first_row + row, words.data() + row * shape_.mask_words);
-      first = std::min(first, views[row].first);
+      const View& view = views[row] = make_view(shape_, plan_, item, item.first_row + row, words.data() + row * shape_.mask_words);
+      first = std::min(first, view.first);
+      end_key = std::max(end_key, view.words ? last_key(context, view.words, shape_.mask_words) : view.end);
     }
-    const int64_t begin = first / kPanel, end_key = context + item.first_row + item.num_rows, end = (end_key + kPanel - 1) / kPanel;
+    const int64_t begin = first / kPanel, end = (end_key + kPanel - 1) / kPanel;
     const Tiles tiles(num_queries);
     const int64_t tile_floats = packed_floats(kMaxRows, d), columns = (d + kPanel - 1) / kPanel * kPanel;
     float* const queries = workspace.floats(tiles.count * tile_floats + kPanel * d + kPanel * kPanel + num_queries * (columns + kLanes) +
@@ -305,6 +315,8 @@ RS_EXPORT bool rs_attention(int is_bf16, const void* q, const void* k_cache, con
   for (int64_t b = 0; b < num_requests; ++b) {
     const int64_t rows = row_offsets[b + 1] - row_offsets[b];
     if (rows < 0 || slots[b] < 0 || slots[b] >= num_slots || context_lengths[b] < 0 || context_lengths[b] + rows > capacity) return false;
+    for (int64_t row = row_offsets[b]; ancestors && row < row_offsets[b + 1]; ++row)
+      if (rs::last_key(context_lengths[b], (const uint64_t*)ancestors + row * mask_words, mask_words) > capacity) return false;
   }
   const rs::Shape shape{num_requests, num_heads, num_kv_heads, head_dim, slot_stride, head_stride, mask_words, window, scale};
   const rs::Plan plan{row_offsets, slots, context_lengths, (const uint64_t*)ancestors};
