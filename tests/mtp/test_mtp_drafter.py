@@ -6,18 +6,20 @@ from collections import Counter
 
 import pytest
 import torch
-from mtp_tiny import VOCAB, prompts, random_head, tiny_policy
+from mtp_tiny import HIDDEN, VOCAB, prompts, random_head, tiny_policy
 from scipy import stats
 from torch import nn
 
-from rollout_spec.budget import FixedBudget
+from rollout_spec.budget import Budget, FixedBudget
+from rollout_spec.drafter import DraftContext, RequestView, TargetStates
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.load import make_runner
-from rollout_spec.engine.ops import TorchOps
+from rollout_spec.engine.ops import Ops, TorchOps
 from rollout_spec.engine.request import Completion, Request
 from rollout_spec.sampling import SamplingParams
-from rollout_spec.tree import Draw
+from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verify import Scheme
+from rollout_spec_kernels import cpu
 from rollout_spec_mtp.mtp.drafter import MTPDrafter
 from rollout_spec_mtp.mtp.model import MTPModel
 from rollout_spec_mtp.serving import load_drafter, load_trained
@@ -27,15 +29,29 @@ from rollout_spec_mtp.training.protocol import PolicyParts
 CHAIN, TREE = (1,), (2, 2, 1)
 
 
-def _drafter(model: MTPModel, draw: Draw | None = None) -> MTPDrafter:
-    return MTPDrafter(model, model.policy, TorchOps(), draw)
+def _drafter(model: MTPModel, draw: Draw | None = None, ops: Ops | None = None) -> MTPDrafter:
+    return MTPDrafter(model, model.policy, TorchOps() if ops is None else ops, draw)
+
+
+@pytest.fixture
+def kernels() -> Ops:
+    reason = cpu.unavailable_reason()
+    if reason is not None:
+        pytest.skip(f"no CPU kernels here: {reason}")
+    return cpu.CpuOps()
 
 
 def _engine(
-    policy: nn.Module, drafter: MTPDrafter | None, *, batch: int, width: tuple[int, ...] = CHAIN, scheme: Scheme | None = None
+    policy: nn.Module,
+    drafter: MTPDrafter | None,
+    *,
+    batch: int,
+    width: tuple[int, ...] = CHAIN,
+    scheme: Scheme | None = None,
+    ops: Ops | None = None,
 ) -> Engine:
     return Engine(
-        make_runner(policy, max_context=128),
+        make_runner(policy, max_context=128, ops=ops),
         config=EngineConfig(max_batch=batch, max_context=128, scheme=scheme, seed=3),
         drafter=drafter,
         controller=FixedBudget(draft_length=3, tree_width=width),
@@ -74,6 +90,94 @@ def test_seeded_tokens_are_those_of_plain_decoding(batch: int, draw: Draw, width
         assert sum(completion.num_draft_tokens for completion in completions) > 0
         if draw is Draw.GUMBEL:  # other draws of an untrained head are hardly ever the target's
             assert sum(completion.num_accepted_tokens for completion in completions) > 0
+
+
+@pytest.mark.parametrize(
+    ("draw", "width"), [(Draw.GUMBEL, CHAIN), (Draw.GUMBEL, TREE), (Draw.SAMPLED, CHAIN), (Draw.WITHOUT_REPLACEMENT, TREE)]
+)
+def test_seeded_tokens_are_those_of_plain_decoding_on_kernels(kernels: Ops, draw: Draw, width: tuple[int, ...]) -> None:
+    policy = tiny_policy()
+    plain = _tokens(_engine(policy, None, batch=4, ops=kernels).generate(_requests()))
+    for layers, reduced in (((-1,), False), ((0, 1, -1), True)):
+        drafter = _drafter(random_head(policy, layers=layers, reduced=reduced), draw, kernels)
+        completions = _engine(policy, drafter, batch=4, width=width, ops=kernels).generate(_requests())
+        assert _tokens(completions) == plain
+        if draw is Draw.GUMBEL:
+            assert sum(completion.num_accepted_tokens for completion in completions) > 0
+
+
+def _view(index: int, length: int) -> RequestView:
+    tokens = [(7 * index + 3 * place) % VOCAB for place in range(length)]
+    params = SamplingParams(temperature=0.5 + 0.4 * index)
+    return RequestView(request_id=str(index), prompt_key="p", token_ids=tokens, num_prompt_tokens=2, seed=index, sampling=params)
+
+
+def _context(spans: list[tuple[int, int]], layers: tuple[int, ...]) -> DraftContext:
+    """Requests whose states of positions [begin, end) arrive; the same state for a position whenever it comes."""
+    states = {layer: torch.randn(len(spans), 40, HIDDEN, generator=torch.Generator().manual_seed(9 + layer)) for layer in layers}
+    return DraftContext(
+        requests=[_view(index, end + 1) for index, (_, end) in enumerate(spans)],
+        weights_version=0,
+        states=TargetStates(
+            hidden={layer: torch.cat([states[layer][i, begin:end] for i, (begin, end) in enumerate(spans)]) for layer in layers},
+            positions=torch.cat([torch.arange(begin, end) for begin, end in spans]),
+            offsets=torch.tensor([0, *(end - begin for begin, end in spans)]).cumsum(0),
+        ),
+    )
+
+
+def _proposals(drafter: MTPDrafter, rounds: list[list[tuple[int, int]]], lengths: list[int]) -> DraftTree:
+    """The proposal of the last round."""
+    layers = drafter.needs.hidden_layers
+    for index in range(len(lengths)):
+        drafter.start(_view(index, 1))
+    for spans in rounds:
+        tree = drafter.propose(_context(spans, layers), Budget(draft_lengths=torch.tensor(lengths)))
+    return tree
+
+
+@pytest.mark.parametrize("draw", [Draw.SAMPLED, Draw.GUMBEL])
+@pytest.mark.parametrize(("layers", "reduced"), [((-1,), False), ((0, 1, -1), True)])
+def test_kernels_draft_what_torch_does(kernels: Ops, draw: Draw, layers: tuple[int, ...], reduced: bool) -> None:
+    """Mixed lengths over three rounds, the last states restarting one request's; float32 twice, so only rounding may differ."""
+    model = random_head(tiny_policy(), layers=layers, reduced=reduced)
+    rounds = [[(0, 5), (0, 1), (0, 9)], [(5, 6), (1, 4), (9, 10)], [(6, 9), (0, 5), (10, 11)]]
+    mine, theirs = (_proposals(_drafter(model, draw, ops), rounds, [3, 2, 0]) for ops in (kernels, TorchOps()))
+    valid = theirs.valid()
+    assert torch.equal(mine.num_nodes, theirs.num_nodes)
+    assert torch.equal(mine.token_ids[valid], theirs.token_ids[valid])
+    if theirs.draft_probs is not None and mine.draft_probs is not None:
+        torch.testing.assert_close(mine.draft_probs[valid], theirs.draft_probs[valid], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("on_kernels", [False, True])
+def test_states_that_come_again_restart_a_request(request: pytest.FixtureRequest, on_kernels: bool) -> None:
+    """After a preemption or an update the drafts are those of a drafter that saw nothing before."""
+    ops = request.getfixturevalue("kernels") if on_kernels else TorchOps()
+    model = random_head(tiny_policy(), layers=(1, -1))
+    again = _proposals(_drafter(model, ops=ops), [[(0, 9)], [(9, 12)], [(0, 7)]], [3])
+    fresh = _proposals(_drafter(model, ops=ops), [[(0, 7)]], [3])
+    assert again.draft_probs is not None
+    assert fresh.draft_probs is not None
+    assert torch.equal(again.token_ids, fresh.token_ids)
+    assert torch.equal(again.draft_probs, fresh.draft_probs)
+    with pytest.raises(AssertionError, match="do not join the 5 before"):
+        _proposals(_drafter(model, ops=ops), [[(0, 5)], [(6, 8)]], [3])
+
+
+def test_slots_grow_with_requests_and_context(kernels: Ops) -> None:
+    """Long contexts and more requests move the K/V: what was drafted from before is still there."""
+    model = random_head(tiny_policy())
+    drafter = _drafter(model, ops=kernels)
+    alone = _proposals(_drafter(model, ops=kernels), [[(0, 30)], [(30, 31)]], [3])
+    drafter.start(_view(0, 1))
+    drafter.propose(_context([(0, 30)], (-1,)), Budget(draft_lengths=torch.tensor([3])))
+    for index in (1, 2, 3):
+        drafter.start(_view(index, 1))
+    spans = [(30, 31), (0, 4), (0, 5), (0, 6)]
+    drafter._slots.ensure(300)
+    together = drafter.propose(_context(spans, (-1,)), Budget(draft_lengths=torch.tensor([3, 0, 1, 2])))
+    assert torch.equal(together.token_ids[0], alone.token_ids[0])
 
 
 def test_greedy_requests_are_drafted_greedily() -> None:
@@ -221,7 +325,9 @@ def test_new_drafter_weights_are_checked_and_used() -> None:
     torch.testing.assert_close(model.fc.weight, other.fc.weight)
     expected = _drafter(other)
     state, tokens = torch.randn(1, 32), torch.tensor([4])
-    torch.testing.assert_close(drafter._head._fc(torch.cat([state, state], 1)), expected._head._fc(torch.cat([state, state], 1)))
+    torch.testing.assert_close(
+        drafter._head.weights.fc(torch.cat([state, state], 1)), expected._head.weights.fc(torch.cat([state, state], 1))
+    )
     assert tokens.numel() == 1
 
 

@@ -52,7 +52,7 @@ class BlockDrafter:
         if tree_nodes is not None and (tree_nodes < 1 or draw is not Draw.DETERMINISTIC):
             raise ValueError(f"tree_nodes {tree_nodes}: give 1 or more, and only with deterministic drafts")
         self._model, self._draw, self._tree_nodes = model.eval(), draw or Draw.SAMPLED, tree_nodes
-        self._packed = PackedBlock(model, ops)
+        self._packed, self._noise = PackedBlock(model, ops), ops.gumbel_noise
         self._cache = ContextCache(self._packed.make_slots, margin=model.config.block_size)
         self._head = ops.pack_linear(self._head_weight(), None, torch.float32)
         self._sampling: dict[str, SamplingParams] = {}  # the part of each request's parameters that drafts follow
@@ -95,7 +95,7 @@ class BlockDrafter:
         log_probs = logits.log_softmax(dim=-1)
         if self._draw is Draw.DETERMINISTIC and (self._tree_nodes is not None or max(budget.tree_width) > 1):
             return self._best_tree(log_probs, budget)
-        grower = TreeGrower(context.requests, budget, self._draw, self._model.draft_token_ids)
+        grower = TreeGrower(context.requests, budget, self._draw, self._model.draft_token_ids, self._noise)
         depth = 0
         while not grower.done:
             grower.extend(log_probs[:, depth, None].expand(-1, grower.level.numel(), -1))
