@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout_spec.doctor import Finding
 from rollout_spec.drafter import Drafter
@@ -16,6 +16,8 @@ from rollout_spec.tree import Draw
 from rollout_spec.verify import Scheme
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from rollout_spec.engine.load import LoadedModel
     from rollout_spec.engine.ops import Ops
 
@@ -29,12 +31,18 @@ class DrafterOptions:
     history: Path | None = None  # suffix only: file of earlier epochs
 
 
+class DemoDrafter(Protocol):
+    def __call__(self, model: str, *, quick: bool, threads: int | None, progress: Progress) -> Path:
+        """Directory of a small drafter trained for the model, with progress shown; at once if it was trained before."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Composition:
     make_drafter: Callable[[DrafterOptions, LoadedModel, Ops], Drafter | None]  # for this model, on these operations
     make_ops: Callable[[], Ops]
     load_vllm: Callable[[], Any]  # the vllm module; ValueError with the mend when it is not installed
     findings: Callable[[], Sequence[Finding]]  # for `rollout-spec doctor`
+    demo_drafter: DemoDrafter
 
 
 def draw_for(scheme: Scheme | None, *, seeded: bool, wide: bool) -> Draw:

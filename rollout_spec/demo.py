@@ -1,4 +1,8 @@
-"""Demo: two epochs of RL rollouts of a real model, with and without speculation, seeded so that the tokens can be compared."""
+"""Demo: two epochs of RL rollouts of a real model, with and without speculation, seeded so that the tokens can be compared.
+
+A last run of each epoch drops that: with independent draws and block verification the tokens differ, their law does not, and more drafts
+are accepted.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,26 @@ from rich.progress import Progress
 
 from rollout_spec.budget import FixedBudget
 from rollout_spec.composition import Composition
+from rollout_spec.drafter import Drafter
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.job import JobSettings, RolloutJob
 from rollout_spec.sampling import SamplingParams
 from rollout_spec.session import Session, drafter_factory, open_session
 from rollout_spec.sinks import JsonlSink
+from rollout_spec.verify import Scheme
 
 MODEL, TASK = "smollm2-135m", "gsm_symbolic"
-DRAFT_LENGTH, NUM_SAMPLES, MAX_BATCH = 4, 4, 4
-DRAFTERS = ("none", "ngram", "suffix")
+NUM_SAMPLES, MAX_BATCH = 4, 4
+RETRIEVED, DRAFTED = 4, 2  # draft lengths: a found text costs nothing to draft, a trained drafter a step a token
+UNTRAINED = ("none", "ngram", "suffix")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Contestant:
+    name: str
+    drafter: Drafter | None
+    draft_length: int
+    scheme: Scheme | None = None  # None: Gumbel-coupled, as the requests are seeded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +47,7 @@ class DemoRow:
     drafter: str
     folder: Path
     summary: Mapping[str, object]
-    identical: bool  # every sample has the tokens of the run without speculation
+    identical: bool | None  # every sample has the tokens of the run without speculation; None where only the law is the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +58,7 @@ class DemoResult:
 
     @property
     def identical(self) -> bool:
-        return all(row.identical for row in self.rows)
+        return all(row.identical is not False for row in self.rows)
 
 
 def run_demo(
@@ -53,45 +68,56 @@ def run_demo(
     num_prompts, length = (2, 48) if quick else (8, 96)
     # Tokens are compared bit by bit, which needs a forward whose rows do not depend on their neighbours (docs/engine.md).
     dtype = "bfloat16" if composition.make_ops().name != "torch" else "float32"
+    trained = composition.demo_drafter(MODEL, quick=quick, threads=threads, progress=progress)
     session = open_session(
         composition, model=MODEL, prompts=f"{TASK}:{num_prompts}", dtype=dtype, threads=threads, max_new_tokens=length, report=report
     )
     if out.exists():
         rmtree(out)
-    make = drafter_factory(composition, session.loaded, scheme=None, seeded=True, tree_width=(1,))
-    drafters = {name: make(name) for name in DRAFTERS}
-    task = progress.add_task("rollouts", total=2 * len(DRAFTERS) * num_prompts * NUM_SAMPLES)
+    contestants = _contestants(composition, session, trained)
+    task = progress.add_task("rollouts", total=2 * len(contestants) * num_prompts * NUM_SAMPLES)
     rows: list[DemoRow] = []
     for epoch in range(2):
-        for name, drafter in drafters.items():
-            folder = out / f"epoch{epoch}-{name}"
+        for contestant in contestants:
+            folder, plain = out / f"epoch{epoch}-{contestant.name}", out / f"epoch{epoch}-{UNTRAINED[0]}"
             before = len(rows) * num_prompts * NUM_SAMPLES
-            job = _job(folder, session, num_prompts, length, dtype, name, epoch)
+            job = _job(folder, session, num_prompts, length, dtype, contestant, epoch)
             with closing(JsonlSink(job.events_path)) as sink:
                 engine = Engine(
                     session.runner,
-                    config=EngineConfig(max_batch=MAX_BATCH, max_context=session.max_context),
-                    drafter=drafter,
-                    controller=FixedBudget(draft_length=DRAFT_LENGTH),
+                    config=EngineConfig(max_batch=MAX_BATCH, max_context=session.max_context, scheme=contestant.scheme),
+                    drafter=contestant.drafter,
+                    controller=FixedBudget(draft_length=contestant.draft_length),
                     sink=sink,
                     detokenize=session.loaded.detokenize,
                 )
                 summary = job.run(engine, lambda done, before=before: progress.update(task, completed=before + done))  # type: ignore[misc]
-            plain = out / f"epoch{epoch}-{DRAFTERS[0]}"
-            rows.append(DemoRow(epoch=epoch, drafter=name, folder=folder, summary=summary, identical=_tokens(folder) == _tokens(plain)))
+            identical = _tokens(folder) == _tokens(plain) if contestant.scheme is None else None
+            rows.append(DemoRow(epoch=epoch, drafter=contestant.name, folder=folder, summary=summary, identical=identical))
     return DemoResult(rows=rows, dtype=dtype, out=out)
 
 
-def _job(folder: Path, session: Session, num_prompts: int, length: int, dtype: str, drafter: str, epoch: int) -> RolloutJob:
+def _contestants(composition: Composition, session: Session, trained: Path) -> list[_Contestant]:
+    coupled, independent = (
+        drafter_factory(composition, session.loaded, scheme=scheme, seeded=True, tree_width=(1,)) for scheme in (None, Scheme.BLOCK)
+    )
+    return [
+        *(_Contestant(name=name, drafter=coupled(name), draft_length=RETRIEVED) for name in UNTRAINED),
+        _Contestant(name="mtp", drafter=coupled(str(trained)), draft_length=DRAFTED),
+        _Contestant(name="mtp-block", drafter=independent(str(trained)), draft_length=DRAFTED, scheme=Scheme.BLOCK),
+    ]
+
+
+def _job(folder: Path, session: Session, num_prompts: int, length: int, dtype: str, contestant: _Contestant, epoch: int) -> RolloutJob:
     settings = JobSettings(
         model=MODEL,
         prompts=f"{TASK}:{num_prompts}",
         num_samples=NUM_SAMPLES,
         max_new_tokens=length,
         dtype=dtype,
-        drafter=drafter,
-        verifier="auto",
-        budget=f"fixed:{DRAFT_LENGTH}",
+        drafter=contestant.name,
+        verifier="auto" if contestant.scheme is None else contestant.scheme.value,
+        budget=f"fixed:{contestant.draft_length}",
         tree_width=(1,),
         seed=epoch,
         stop=(),

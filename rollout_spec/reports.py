@@ -96,7 +96,7 @@ def print_demo(console: Console, result: DemoResult) -> None:
             _number(summary["acceptance_length_pooled"]),
             _number(summary["tokens_per_s"]),
             _number(ratio),
-            "yes" if row.identical else "[bold red]NO[/]",
+            "by law" if row.identical is None else "yes" if row.identical else "[bold red]NO[/]",
         )
     console.print(table)
     console.print("epoch 1 runs the same prompts again: there the suffix drafter knows the samples of epoch 0", highlight=False)

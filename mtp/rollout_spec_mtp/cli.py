@@ -1,4 +1,4 @@
-"""The commands that train and judge drafters: train-drafter, collect, eval-drafter."""
+"""The commands that train, judge and hand over drafters: train-drafter, collect, eval-drafter, export-drafter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the ru
 _Set = Annotated[list[str] | None, typer.Option("--set", help="Override of one setting, like train.lr=3e-4; may be given several times.")]
 
 
-class _ConsoleDisplay:
+class ConsoleDisplay:
     """Progress bars with the time left on standard error; in a log, a line at every tenth of the work."""
 
     def __init__(self, progress: Progress) -> None:
@@ -53,12 +53,12 @@ class _ConsoleDisplay:
 
 
 @contextmanager
-def _display() -> Iterator[_ConsoleDisplay]:
+def _display() -> Iterator[ConsoleDisplay]:
     """A display, and one line instead of a traceback for what the user can mend."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=_console, disable=not sys.stderr.isatty()) as progress:
-            yield _ConsoleDisplay(progress)
+            yield ConsoleDisplay(progress)
     except ValueError as error:
         _console.print(f"[bold red]error:[/] {error}", highlight=False)
         raise typer.Exit(2) from None
@@ -69,6 +69,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command("train-drafter")(train_drafter)
     app.command("collect")(collect)
     app.command("eval-drafter")(eval_drafter)
+    app.command("export-drafter")(export_drafter)
 
 
 def _composition(context: typer.Context) -> Composition:
@@ -155,6 +156,29 @@ def eval_drafter(
         json_path.parent.mkdir(parents=True, exist_ok=True)
         write_text(json_path, json.dumps(report, indent=2) + "\n")
     _print_report(report)
+
+
+def export_drafter(
+    model: Annotated[str, typer.Option("--model", "-m", help="The policy: smollm2-135m, a local Hugging Face directory, or a hub id.")],
+    drafter: Annotated[Path, typer.Option("--drafter", "-d", help="Directory of a trained drafter.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="New directory.")],
+) -> None:
+    """Write a drafter as other engines read it: a DFlash directory, or the policy's checkpoint with an MTP head in it."""
+    from rollout_spec.engine.load import load_model
+    from rollout_spec_mtp.kinds import kind_of
+    from rollout_spec_mtp.serving import load_trained
+    from rollout_spec_mtp.training.protocol import PolicyParts
+
+    with _display() as display:
+        if out.exists():
+            raise ValueError(f"--out {out} exists already: choose a new directory")
+        loaded = load_model(model, "bfloat16", display.say)
+        trained = load_trained(drafter, PolicyParts.of(loaded.module))
+        export = kind_of(trained.kind).export
+        if export is None:
+            raise ValueError(f"drafters of kind {trained.kind} have no published layout")
+        export(trained, loaded.path, out)
+    _console.print(f"{trained.kind} drafter in {out}", highlight=False)
 
 
 def _print_report(report: dict[str, Any]) -> None:

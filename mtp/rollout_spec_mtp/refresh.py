@@ -11,8 +11,18 @@ from typing import Any
 from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.weights import checksums, combine
 from rollout_spec_mtp.configs import to_mapping
-from rollout_spec_mtp.training.config import TrainConfig
+from rollout_spec_mtp.training.config import TrainConfig, load_config
 from rollout_spec_mtp.training.run import Display, open_workplace, run_training
+
+_DEMO = Path(__file__).with_name("demo.yaml")
+# Enough to see every part at work, not to draft well.
+_QUICK = ("collect.max_tokens=4000", "train.epochs=1", "evaluate.served_prompts=gsm_symbolic:4", "evaluate.served_max_new_tokens=48")
+
+
+def demo_config(model: str, *, quick: bool, threads: int | None) -> TrainConfig:
+    """The demo's small MTP head for a model: minutes on two cores, or a fraction of that."""
+    own = [f"model={model}", *([] if threads is None else [f"threads={threads}"])]
+    return load_config(_DEMO, [*own, *(_QUICK if quick else ())])
 
 
 def default_cache_dir() -> Path:

@@ -16,6 +16,7 @@ from rollout_spec.drafters.suffix import SuffixDrafter
 
 if TYPE_CHECKING:
     import typer
+    from rich.progress import Progress
 
     from rollout_spec.engine.load import LoadedModel
     from rollout_spec.engine.ops import Ops
@@ -93,7 +94,15 @@ def findings() -> list[Finding]:
     return [Finding(component="cpu kernels", status=Status.WARN, detail=reason, mend=mend)]
 
 
-COMPOSITION = Composition(make_drafter=make_drafter, make_ops=make_ops, load_vllm=load_vllm, findings=findings)
+def demo_drafter(model: str, *, quick: bool, threads: int | None, progress: Progress) -> Path:
+    """A small MTP head for the model: trained once for its weights."""
+    from rollout_spec_mtp.cli import ConsoleDisplay
+    from rollout_spec_mtp.refresh import default_cache_dir, demo_config, refreshed_drafter
+
+    return refreshed_drafter(demo_config(model, quick=quick, threads=threads), default_cache_dir(), make_ops(), ConsoleDisplay(progress))
+
+
+COMPOSITION = Composition(make_drafter=make_drafter, make_ops=make_ops, load_vllm=load_vllm, findings=findings, demo_drafter=demo_drafter)
 
 
 @functools.cache

@@ -128,7 +128,12 @@ def trainer_for(
 def random_head(policy: nn.Module, *, layers: tuple[int, ...] = (-1,), reduced: bool = True, draft_length: int = 3) -> MTPModel:
     torch.manual_seed(5)
     ids = torch.arange(0, VOCAB, 2) if reduced else None
-    return MTPModel(MTPConfig(draft_length=draft_length, hidden_layers=layers), PolicyParts.of(policy), ids)
+    model = MTPModel(MTPConfig(draft_length=draft_length, hidden_layers=layers), PolicyParts.of(policy), ids)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():  # what starts at zero, as if it had been trained
+                parameter.normal_(std=0.2)
+    return model
 
 
 def random_rollout(key: str, tokens: Sequence[int], num_prompt: int, *, layers: tuple[int, ...] = (-1,), seed: int = 0) -> Rollout:

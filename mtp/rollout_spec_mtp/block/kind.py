@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from rollout_spec.engine.ops import Ops
 from rollout_spec.tree import Draw
-from rollout_spec_mtp.block.checkpoint import is_dflash, load_dflash
+from rollout_spec_mtp.block.checkpoint import is_dflash, load_dflash, save_dflash
 from rollout_spec_mtp.block.config import BlockConfig
 from rollout_spec_mtp.block.drafter import BlockDrafter
 from rollout_spec_mtp.block.model import BlockModel
@@ -28,4 +29,11 @@ def serve(model: Any, policy: PolicyParts, ops: Ops, draw: Draw | None) -> Block
     return BlockDrafter(model, ops, draw)
 
 
-BLOCK_KIND = DrafterKind(name=BlockModel.kind, build=build, serve=serve, recognises=is_dflash, load_foreign=load_dflash)
+def export(model: Any, checkpoint: Path, out: Path) -> None:  # noqa: ARG001  # a DFlash directory stands alone
+    """A directory in the published DFlash layout, which vLLM and SGLang serve."""
+    part = out.with_name(f"{out.name}.part")
+    save_dflash(model, part)
+    part.rename(out)
+
+
+BLOCK_KIND = DrafterKind(name=BlockModel.kind, build=build, serve=serve, recognises=is_dflash, load_foreign=load_dflash, export=export)

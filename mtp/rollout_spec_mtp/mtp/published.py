@@ -13,6 +13,7 @@ Only the first MTP module is read: it is applied recursively, as engines do that
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -112,6 +113,21 @@ def write_published(model: MTPModel, layout: str, directory: Path) -> None:
     part = directory / "model.safetensors.index.json.part"
     part.write_text(json.dumps(index, indent=2) + "\n")
     part.replace(directory / "model.safetensors.index.json")
+
+
+def copy_with_head(model: MTPModel, checkpoint: Path, out: Path, layout: str = "mtp") -> None:
+    """A copy of the policy's checkpoint with the head in it, over the whole vocabulary: a reduced one only chooses rows of the policy's head.
+
+    ValueError for a head that reads other states than the final one.
+    """
+    whole = MTPModel(model.config, model.policy, None)
+    whole.load_state_dict(model.state_dict())
+    to_published(whole, layout)  # refuses before anything is written
+    part = out.with_name(f"{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(checkpoint, part)
+    write_published(whole, layout, part)
+    part.rename(out)
 
 
 def _published_name(name: str, layout: str, num_layers: int) -> str:

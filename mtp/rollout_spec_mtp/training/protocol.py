@@ -133,4 +133,6 @@ class DrafterKind:
     serve: MakeDrafter
     # Optional: reads a published layout (not our config.json). True if the directory is one of this kind's.
     recognises: Callable[[Path], bool] | None = None
+    # Optional: writes a trained module as other engines read it. Arguments: module, the policy's checkpoint directory, a new directory.
+    export: Callable[[Any, Path, Path], None] | None = None
     load_foreign: Callable[[Path, PolicyParts], Any] | None = None
