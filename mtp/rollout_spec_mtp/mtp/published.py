@@ -116,7 +116,7 @@ def write_published(model: MTPModel, layout: str, directory: Path) -> None:
 
 
 def copy_with_head(model: MTPModel, checkpoint: Path, out: Path, layout: str = "mtp") -> None:
-    """A copy of the policy's checkpoint with the head in it, over the whole vocabulary: a reduced one only chooses rows of the policy's head.
+    """A copy of the policy's checkpoint with the head in it, over the whole vocabulary: a reduced one only chooses rows of the head.
 
     ValueError for a head that reads other states than the final one.
     """
