@@ -101,4 +101,4 @@ def test_configs_set_options_that_exist(repository_root: Path) -> None:
         config = yaml.safe_load(text)
         given = config["actor_rollout_ref"]["rollout"]["custom"]["rollout_spec"]
         RolloutSpecOptions.parse({**given, "drafter": "none"} if given["drafter"] == "???" else given)
-        assert path.stem == "off" or config["defaults"] == ["off"], path
+        assert config["defaults"] == ["/rollout_spec_engine"], path

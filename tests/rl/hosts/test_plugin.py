@@ -25,10 +25,11 @@ configs = {}
 with initialize_config_module("verl.trainer.config", version_base=None):
     for name in ("off", "suffix", "mtp", "block"):
         config = compose("ppo_trainer", overrides=["+machine=cpu", f"+rollout_spec={name}", "actor_rollout_ref.model.path=x"])
-        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        custom = OmegaConf.to_container(config.actor_rollout_ref.rollout.custom)
+        config.actor_rollout_ref.rollout.custom.rollout_spec.drafter = "none"  # a folder that is still to be given makes no dataclass
         configs[name] = {
-            "custom": OmegaConf.to_container(config.actor_rollout_ref.rollout.custom),
-            "logprobs": rollout.calculate_log_probs,
+            "custom": custom,
+            "logprobs": omega_conf_to_dataclass(config.actor_rollout_ref.rollout).calculate_log_probs,
             "strategy": config.actor_rollout_ref.actor.strategy,
             "ray": OmegaConf.to_container(config.ray_kwargs.ray_init),
         }
