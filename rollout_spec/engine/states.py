@@ -49,14 +49,13 @@ class StateBuffer:
 
     def add_round(self, requests: Sequence[RunningRequest], rows: Sequence[Sequence[int]], taps: Mapping[int, Tensor]) -> None:
         """States of the rows that a round commits (root, then accepted path), which lie behind what each request has cached so far."""
-        index = torch.tensor([row for own in rows for row in own], dtype=torch.int64)
-        states = {layer: taps[layer].index_select(0, index) for layer in self.layers}
-        begin = 0
         for request, own in zip(requests, rows, strict=True):
-            piece = {layer: states[layer][begin : begin + len(own)] for layer in self.layers}
+            # A path's rows ascend. Those of a chain are neighbours: a view of a few rows does, until the next round takes it.
+            adjoining = own[-1] - own[0] + 1 == len(own)
+            chosen = slice(own[0], own[-1] + 1) if adjoining else torch.tensor(own)
             positions = range(request.num_cached, request.num_cached + len(own))
+            piece = {layer: taps[layer][chosen] for layer in self.layers}
             self._pending.setdefault(request.request_id, []).append((positions, piece))
-            begin += len(own)
 
     def take(self, requests: Sequence[RunningRequest]) -> TargetStates | None:
         """Everything pending for these requests, in their order; after ``clear``, a request's states from position 0 once more."""
@@ -71,7 +70,7 @@ class StateBuffer:
         if not flat:
             return TargetStates(hidden={}, positions=torch.empty(0, dtype=torch.int64), offsets=torch.tensor(offsets))
         return TargetStates(
-            hidden={layer: torch.cat([states[layer] for _, states in flat]) for layer in self.layers},
+            hidden={layer: _joined([states[layer] for _, states in flat]) for layer in self.layers},
             positions=torch.tensor([position for positions, _ in flat for position in positions]),
             offsets=torch.tensor(offsets),
         )
@@ -84,3 +83,7 @@ class StateBuffer:
         """The weights changed: what is pending is void, and so is what drafters have seen."""
         self._pending.clear()
         self._begun.clear()
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
