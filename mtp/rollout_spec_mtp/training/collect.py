@@ -34,7 +34,7 @@ class CollectConfig:
     """``storage`` is the dtype states are kept in; the law's normaliser is computed from the states as they are kept."""
 
     prompts: str
-    num_samples: int = 1
+    num_samples: int = 1  # of a prompt, one after the other: with max_tokens, more samples are fewer prompts
     max_new_tokens: int = 128
     temperature: float = 1.0
     max_batch: int = 16
@@ -179,9 +179,9 @@ class Collector:
 
     def _requests(self, finished: set[str]) -> Iterator[Request]:
         sampling = SamplingParams(temperature=self._config.temperature)
-        # Sample by sample over the prompts, so that a budget of tokens sees every prompt before any twice.
-        for sample in range(self._config.num_samples):
-            for prompt in self._prompts:
+        # A prompt's samples follow one another: they share its prefill, which costs more than a short answer does.
+        for prompt in self._prompts:
+            for sample in range(self._config.num_samples):
                 key = f"{prompt.prompt_id}/{sample}"
                 if key not in finished:
                     yield Request(
