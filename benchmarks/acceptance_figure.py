@@ -38,8 +38,8 @@ def _by_temperature(axes: Axes, summary: Mapping[str, Any]) -> None:
         axes.errorbar(entropies, values, yerr=spread, fmt=_MARKERS[name], color=colour, markersize=5, linewidth=1, label=NAMES[name])
         fit = summary["law_of_temperatures"][name]
         axes.plot(entropies, fit["intercept"] + fit["slope"] * entropies, color=colour, linewidth=0.8, linestyle="--")
-    for row, entropy in zip(rows, entropies, strict=True):
-        axes.annotate(f"T={row['temperature']:g}", (float(entropy), 0.02), fontsize=7, ha="center", rotation=90, va="bottom")
+    top = axes.secondary_xaxis("top")
+    top.set_xticks(entropies, labels=[f"T={row['temperature']:g}" for row in rows], rotation=90, fontsize=7)
     axes.set(xlabel="mean entropy of the policy (nats)", ylabel="acceptance of the first draft token", ylim=(0, 1.02))
     axes.set_title("by temperature; dashed: linear fit")
     axes.legend(frameon=False)

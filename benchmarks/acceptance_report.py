@@ -22,7 +22,7 @@ from rollout_spec.verify import Scheme
 
 MEASURES = ("bound", "greedy", "sampled")
 NAMES = {"bound": "max p", "greedy": "greedy drafts", "sampled": "sampled drafts"}
-ENTROPY_EDGES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, math.inf)
+ENTROPY_EDGES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, math.inf)
 # length -> (the estimate over positions, the arm that serves it)
 _LENGTHS = {"greedy": ("exact_match_length", Scheme.EXACT_MATCH.value), "sampled": ("rejection_length", Scheme.REJECTION.value)}
 

@@ -88,12 +88,12 @@ def test_law_says_how_much_it_explains() -> None:
 
 
 def test_buckets_of_entropy() -> None:
-    entropies = np.array([0.0, 0.249, 0.25, 5.0])
+    entropies = np.array([0.0, 0.249, 0.25, 8.0])
     positions = {"entropies": entropies, "bound": np.array([1.0, 0.8, 0.7, 0.1]), "greedy": entropies / 10, "sampled": entropies / 5}
     rows = entropy_rows(positions)
-    assert [(row["entropy_from"], row["entropy_to"], row["num_positions"]) for row in rows] == [(0, 0.25, 2), (0.25, 0.5, 1), (4, None, 1)]
+    assert [(row["entropy_from"], row["entropy_to"], row["num_positions"]) for row in rows] == [(0, 0.25, 2), (0.25, 0.5, 1), (6, None, 1)]
     assert [row["bound"] for row in rows] == pytest.approx([0.9, 0.7, 0.1])
-    assert rows[2]["sampled"] == pytest.approx(1.0)
+    assert rows[2]["sampled"] == pytest.approx(1.6)
 
 
 def test_table_and_figure(records: list[dict[str, Any]], tmp_path: Path) -> None:
