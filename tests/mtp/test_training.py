@@ -190,7 +190,7 @@ def test_known_normaliser_gives_the_loss_and_gradient_of_the_whole_teacher(reduc
     [
         ("train.speed=1", "config.train: unknown keys speed"),
         ("train.lr=fast", "config.train.lr must be of type float"),
-        ("train.rows_per_step=3", "multiple of train.micro_rows"),
+        ("train.micro_rows=3", "multiple of train.micro_rows"),
         ("collect.temperature=0", "greedy policy"),
         ("nonsense", "give section.key=value"),
         ("model.x=1", "is no section"),
