@@ -62,3 +62,11 @@ class AttentionPlan:
             words = self.ancestors[begin:end][:, columns // 64]
             among = (words >> (columns % 64)) & 1 == 1
         return torch.cat([torch.ones(num_rows, context, dtype=torch.bool), among], dim=1)
+
+
+def mask_words(bits: Tensor) -> Tensor:
+    """[..., W] int64 of bits [..., N] bool: bit j % 64 of word j // 64 is bits[..., j]."""
+    num_words = -(-bits.shape[-1] // 64)
+    padded: Tensor = torch.nn.functional.pad(bits.long(), (0, num_words * 64 - bits.shape[-1])).view(*bits.shape[:-1], num_words, 64)
+    # Bit 63 makes the sum wrap to a negative number: that is the word wanted.
+    return (padded << torch.arange(64)).sum(-1)

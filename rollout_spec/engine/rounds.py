@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rollout_spec.engine.plan import AttentionPlan
+from rollout_spec.engine.plan import AttentionPlan, mask_words
 from rollout_spec.engine.runner import StepInput
 from rollout_spec.engine.running import RECOVERED, UNDRAFTED, Emission
 from rollout_spec.tree import DraftTree
@@ -59,12 +59,10 @@ def _chain_input(tree: DraftTree, last_tokens: Tensor, context_lengths: Tensor, 
 def ancestor_words(tree: DraftTree) -> Tensor:
     """[B, N + 1, W] int64: bit j of a row says that it sees row j of its request; row 0 is the root, row n + 1 node n."""
     batch, num_nodes = tree.token_ids.shape
-    num_words = -(-(num_nodes + 1) // 64)
-    bits = torch.zeros(batch, num_nodes + 1, num_words * 64, dtype=torch.int64)
-    bits[:, :, 0] = 1
-    bits[:, 1:, 1 : num_nodes + 1] = tree.ancestors().long()
-    # Bit 63 makes the sum wrap to a negative number: that is the word wanted.
-    return (bits.view(batch, num_nodes + 1, num_words, 64) << torch.arange(64)).sum(-1)
+    sees = torch.zeros(batch, num_nodes + 1, num_nodes + 1, dtype=torch.bool)
+    sees[:, :, 0] = True
+    sees[:, 1:, 1:] = tree.ancestors()
+    return mask_words(sees)
 
 
 def emissions_of(tree: DraftTree, verdict: Verdict) -> list[list[Emission]]:

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "api.h"
+#include "draws.h"
 #include "workspace.h"
 
 namespace rs {
@@ -37,14 +38,10 @@ struct Verification {
 };
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr int64_t kBlockSize = 256;  // tokens of one cumulative sum
-
-typedef double VecDouble __attribute__((vector_size(kLanes * 8)));
-
 // Sums of probabilities are kept in double: differences of them decide.
 struct Sum {
-  VecDouble lanes = {};
-  void add(Vec x) { lanes += __builtin_convertvector(x, VecDouble); }
+  Doubles lanes = {};
+  void add(Vec x) { lanes += __builtin_convertvector(x, Doubles); }
   double total() const {
     double sum = 0;
     for (int i = 0; i < kLanes; ++i) sum += lanes[i];
@@ -78,31 +75,6 @@ Split split(const float* log_probs, const float* draft_probs, float w, int64_t s
     left.add(larger(Vec{}, p * splat(w) - q));
   }
   return {target.total(), draft.total(), shared.total(), left.total()};
-}
-
-// The first token whose cumulative weight exceeds uniform * total, in token order; -1 if the total is not positive and finite. The level
-// stays below the total and a token of zero weight is never returned (verify.categorical.inverse_cdf says why that matters).
-int64_t draw(const float* weights, int64_t vocab, double uniform, double& total) {
-  static thread_local std::vector<double> edges;
-  edges.clear();
-  total = 0;
-  for (int64_t begin = 0; begin < vocab; begin += kBlockSize) {
-    Sum sum;
-    for (int64_t v = begin; v < std::min(vocab, begin + kBlockSize); v += kLanes) sum.add(load_first(weights + v, vocab - v));
-    total += sum.total();
-    edges.push_back(total);
-  }
-  if (!(total > 0 && total < std::numeric_limits<double>::infinity())) return -1;
-  const double level = std::min(uniform * total, std::nextafter(total, 0.0));
-  const int64_t block = std::upper_bound(edges.begin(), edges.end(), level) - edges.begin();
-  double sum = block ? edges[block - 1] : 0;
-  int64_t last = -1;  // absorbs what the block's own sum rounds differently
-  for (int64_t v = block * kBlockSize; v < std::min(vocab, (block + 1) * kBlockSize); ++v) {
-    if (weights[v] > 0) last = v;
-    sum += weights[v];
-    if (sum > level) break;
-  }
-  return last;
 }
 
 class Chains {
@@ -297,9 +269,10 @@ class Chains {
   void emit(int64_t b) {
     const int64_t at = accepted_[b];
     int64_t& drawn = v_.next_tokens[b];
-    double mass = 0;
-    if (at < v_.lengths[b]) drawn = draw(residual(row(b, at), draft_row(b, at), (float)weight(b, at)), v_.vocab, recover(b, at), mass);
-    if (mass == 0) drawn = draw_target(b, at);
+    static thread_local std::vector<double> edges;
+    const bool refused = at < v_.lengths[b];
+    if (refused) drawn = inverse_cdf(Weights{residual(row(b, at), draft_row(b, at), (float)weight(b, at))}, recover(b, at), v_.vocab, edges);
+    if (!refused || edges.back() == 0) drawn = draw_target(b, at);
     if (drawn < 0) declined_ = true;
   }
 

@@ -17,7 +17,7 @@ from rollout_spec.drafters.ddtree import ddtree
 from rollout_spec.drafters.grow import TreeGrower
 from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.weights import checked
-from rollout_spec.noise import Stream, uniforms
+from rollout_spec.noise import LANE, Stream, uniforms
 from rollout_spec.sampling import SamplingParams, process_logits
 from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verdict import Verdict
@@ -25,10 +25,6 @@ from rollout_spec.verify.categorical import inverse_cdf
 from rollout_spec_mtp.block.context import ContextCache, request_slots
 from rollout_spec_mtp.block.model import BlockModel
 from rollout_spec_mtp.block.served import PackedBlock
-
-# A slot's draw is keyed by where the round starts and, in the upper bits, by the slot, so that a position drafted again in a later round
-# gets fresh noise (drafters/grow.py has the reason).
-_LANE = 1 << 40
 
 
 class BlockDrafter:
@@ -134,7 +130,7 @@ class BlockDrafter:
         """One independent draw a slot, from the very probabilities that are handed over."""
         batch, depth = logits.shape[:2]
         seeds = [request.seed for request in requests for _ in range(depth)]
-        positions = [request.next_position + slot * _LANE for request in requests for slot in range(depth)]
+        positions = [request.next_position + slot * LANE for request in requests for slot in range(depth)]
         noise = uniforms(seeds, positions, Stream.DRAFT)[:, 0].to(logits.device)
         probs, ids = logits.softmax(dim=-1), self._model.draft_token_ids
         columns = inverse_cdf(probs.flatten(0, 1), noise).view(batch, depth)

@@ -19,7 +19,7 @@ from rollout_spec.drafter import DraftContext, DrafterNeeds, RequestView
 from rollout_spec.drafters.grow import TreeGrower
 from rollout_spec.engine.draft_head import ChainDraws, NewRows
 from rollout_spec.engine.ops import Ops
-from rollout_spec.engine.plan import AttentionPlan
+from rollout_spec.engine.plan import AttentionPlan, mask_words
 from rollout_spec.sampling import SamplingParams, process_logits
 from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verdict import Verdict
@@ -154,18 +154,9 @@ class MTPDrafter:
             row_offsets=torch.arange(batch + 1) * width,
             slots=absorbed.slots,
             context_lengths=ends,
-            ancestors=_words(sees).flatten(0, 1),
+            ancestors=mask_words(sees).flatten(0, 1),
             num_earlier=num_nodes - width,
         )
         depths = sees.sum(2)
         positions = (ends[:, None] + depths - 1).flatten()
         return self._head.step(given.flatten(0, 1), tokens.flatten(), self._slots.cache, plan, positions).view(batch, width, -1)
-
-
-def _words(bits: Tensor) -> Tensor:
-    """[B, W, words] int64: bit m of a row is bits[:, :, m]."""
-    batch, rows, num = bits.shape
-    words = -(-num // 64)
-    padded = torch.nn.functional.pad(bits.long(), (0, words * 64 - num)).view(batch, rows, words, 64)
-    # Bit 63 makes the sum wrap to a negative number: that is the word wanted.
-    return (padded << torch.arange(64)).sum(-1)
