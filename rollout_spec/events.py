@@ -5,6 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+_FIRST_CONTEXT_EDGE = 64
+
+
+def context_bucket(context_length: int) -> int:
+    """Index of the bucket that counts by context length use: 0 up to 64 tokens, 1 up to 128, 2 up to 256, ..., doubling."""
+    return (max(context_length - 1, 0) // _FIRST_CONTEXT_EDGE).bit_length()
+
+
+def context_edge(bucket: int) -> int:
+    """The longest context of that bucket."""
+    return _FIRST_CONTEXT_EDGE << bucket
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoundEvent:
@@ -26,6 +38,10 @@ class RoundEvent:
     weights_version: int
     drafter: str
     verifier: str
+    # By context length, entry i for ``context_bucket`` i; empty in logs of versions that did not count them.
+    rounds_by_context: tuple[int, ...] = ()  # requests of this round
+    drafted_by_context: tuple[int, ...] = ()  # their draft tokens
+    accepted_by_context: tuple[int, ...] = ()  # those that they kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +55,7 @@ class RequestEvent:
     num_accepted_tokens: int
     weights_version: int
     error: str | None = None
+    oldest_weights_version: int = -1  # that sampled its first token; -1 = it has none, or the log does not say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +68,7 @@ class PrefillEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncEvent:
-    role: str  # target | drafter
+    role: str  # target | drafter: its own weights | drafter_head: what it uses of the target's, after a sync of the target
     version: int
     num_tensors: int
     checksum: str
@@ -67,13 +84,23 @@ class BudgetEvent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SinkEvent:
+    """What became of the events given to one sink so far; emitted when it loses some, and at the end."""
+
+    sink: str
+    num_delivered: int
+    num_dropped: int  # its queue was full, or it was closed before they were delivered
+    num_failed: int  # it raised an error
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainEvent:
     step: int
     loss: float
     metrics: dict[str, float]
 
 
-Event = RoundEvent | RequestEvent | PrefillEvent | WeightSyncEvent | BudgetEvent | TrainEvent
+Event = RoundEvent | RequestEvent | PrefillEvent | WeightSyncEvent | BudgetEvent | SinkEvent | TrainEvent
 
 
 class EventSink(Protocol):

@@ -274,6 +274,7 @@ class Engine:
                 num_accepted_tokens=completion.num_accepted_tokens,
                 weights_version=self.weights_version,
                 error=completion.error,
+                oldest_weights_version=completion.weights_versions[0].weights_version if completion.weights_versions else -1,
             )
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rollout_spec.budget import Budget, BudgetController, BudgetSignals
 from rollout_spec.drafter import DraftContext, Drafter
 from rollout_spec.engine.kv import KVSlots
-from rollout_spec.engine.rounds import acceptance_counts, draft_faults, emissions_of, kv_moves, round_input
+from rollout_spec.engine.rounds import acceptance_counts, counts_by_context, draft_faults, emissions_of, kv_moves, round_input
 from rollout_spec.engine.runner import ModelRunner, StepOutput
 from rollout_spec.engine.running import Detokenize, Emission, RunningRequest, last_tokens, slot_indices
 from rollout_spec.engine.states import StateBuffer
@@ -83,6 +83,7 @@ class RoundLoop:
             verdict,
             emissions,
             emitted,
+            context_lengths=context_lengths.tolist(),
             seconds=(
                 drafted - began,
                 forwarded - built + target.head_s,
@@ -153,10 +154,10 @@ class RoundLoop:
         context_lengths: Tensor,
         weights_version: int,
         detokenize: Detokenize | None,
-    ) -> tuple[int, int]:
+    ) -> tuple[int, list[int]]:
         """Keep the accepted path's K/V behind the context and hand the emitted tokens [B, up to D + 1] to their requests.
 
-        Returns how many tokens were kept (a stop drops what comes after it), and how many of these were drafted.
+        Returns how many tokens were kept (a stop drops what comes after it), and for every request how many of its own were drafted.
         """
         moves = kv_moves(tree, verdict)
         if moves is not None:
@@ -169,7 +170,7 @@ class RoundLoop:
             ]
             rows = [[root, *(root + 1 + node for node in path if node >= 0)] for _, path, root in live]
             self._states.add_round([request for request, _, _ in live], rows, out.taps)
-        num_emitted = num_accepted = 0
+        num_emitted, num_accepted = 0, [0] * len(ready)
         num_nodes = tree.num_nodes.tolist()
         for index, (request, emitted) in enumerate(zip(ready, emissions, strict=True)):
             if request.error is not None:
@@ -179,7 +180,7 @@ class RoundLoop:
             kept = request.append(emitted, weights_version, detokenize)
             request.num_cached += kept
             num_emitted += kept
-            num_accepted += sum(emission.accepted_depth > 0 for emission in emitted[:kept])
+            num_accepted[index] = sum(emission.accepted_depth > 0 for emission in emitted[:kept])
         return num_emitted, num_accepted
 
     def _emit_event(
@@ -188,8 +189,9 @@ class RoundLoop:
         tree: DraftTree,
         verdict: Verdict,
         emissions: Sequence[Sequence[Emission]],
-        kept: tuple[int, int],
+        kept: tuple[int, list[int]],
         *,
+        context_lengths: Sequence[int],
         seconds: tuple[float, float, float, float],
         weights_version: int,
         scheme: Scheme,
@@ -198,12 +200,14 @@ class RoundLoop:
         drafted, accepted, mean_probs = acceptance_counts(verdict, live)
         entropies = [emission.entropy for emitted, alive in zip(emissions, live, strict=True) if alive for emission in emitted]
         draft_s, target_s, verify_s, other_s = seconds
+        num_drafted = [nodes if alive else 0 for nodes, alive in zip(tree.num_nodes.tolist(), live, strict=True)]
+        by_context = counts_by_context(context_lengths, live, num_drafted, kept[1])
         self._sink.emit(
             RoundEvent(
                 round_index=self._round_index,
                 num_requests=sum(live),
-                num_draft_tokens=int(tree.num_nodes.sum()),
-                num_accepted_tokens=kept[1],
+                num_draft_tokens=sum(num_drafted),
+                num_accepted_tokens=sum(kept[1]),
                 num_emitted_tokens=kept[0],
                 drafted_by_depth=drafted,
                 accepted_by_depth=accepted,
@@ -216,6 +220,9 @@ class RoundLoop:
                 weights_version=weights_version,
                 drafter="none" if self._drafter is None else self._drafter.name,
                 verifier=scheme.value,
+                rounds_by_context=by_context[0],
+                drafted_by_context=by_context[1],
+                accepted_by_context=by_context[2],
             )
         )
         self._round_index += 1

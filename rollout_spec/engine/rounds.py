@@ -15,6 +15,7 @@ from torch import Tensor
 from rollout_spec.engine.plan import AttentionPlan, mask_words
 from rollout_spec.engine.runner import StepInput
 from rollout_spec.engine.running import RECOVERED, UNDRAFTED, Emission
+from rollout_spec.events import context_bucket
 from rollout_spec.tree import DraftTree
 from rollout_spec.verdict import Verdict
 
@@ -146,3 +147,18 @@ def acceptance_counts(verdict: Verdict, live: Sequence[bool]) -> tuple[tuple[int
         accepted.append(sum(count > depth for count in num_accepted))
         means.append(sum(reached) / len(reached))
     return tuple(drafted), tuple(accepted), tuple(means)
+
+
+def counts_by_context(
+    context_lengths: Sequence[int], live: Sequence[bool], num_drafted: Sequence[int], num_accepted: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """By ``context_bucket`` over the live requests: how many there are, their draft tokens, and how many of those they kept."""
+    buckets = [context_bucket(length) for length in context_lengths]
+    size = max((bucket for bucket, alive in zip(buckets, live, strict=True) if alive), default=-1) + 1
+    rounds, drafted, accepted = [0] * size, [0] * size, [0] * size
+    for bucket, alive, drafts, kept in zip(buckets, live, num_drafted, num_accepted, strict=True):
+        if alive:
+            rounds[bucket] += 1
+            drafted[bucket] += drafts
+            accepted[bucket] += kept
+    return tuple(rounds), tuple(drafted), tuple(accepted)

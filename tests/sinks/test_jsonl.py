@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec.events import BudgetEvent, Event, EventSink, PrefillEvent, RequestEvent, RoundEvent, TrainEvent, WeightSyncEvent
+from rollout_spec.events import BudgetEvent, Event, EventSink, PrefillEvent, RequestEvent, RoundEvent, SinkEvent, TrainEvent, WeightSyncEvent
 from rollout_spec.sinks import JsonlSink, MemorySink, TeeSink, read_events, read_log
 
 ROUND = RoundEvent(
@@ -55,6 +55,7 @@ EVENTS: tuple[Event, ...] = (
     PrefillEvent(num_prompts=2, num_tokens=9, num_shared_tokens=5, target_s=0.5),
     WeightSyncEvent(role="target", version=2, num_tensors=272, checksum="beef", seconds=0.25),
     BudgetEvent(round_index=0, controller="fixed", draft_lengths=(4, 0), reason="fixed"),
+    SinkEvent(sink="wandb", num_delivered=90, num_dropped=10, num_failed=1),
     TrainEvent(step=1, loss=0.5, metrics={"alpha_1": 0.25}),
 )
 
