@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rollout_spec.sinks.jsonl import JsonlSink, LoggedEvent, read_events, read_log
+from rollout_spec.sinks.jsonl import JsonlSink
+from rollout_spec.sinks.log import LoggedEvent, read_events, read_log
 from rollout_spec.sinks.memory import MemorySink
 from rollout_spec.sinks.tee import TeeSink
 

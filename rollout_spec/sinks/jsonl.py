@@ -1,6 +1,7 @@
 """Events as JSON lines: one object a line, with its "type" and the time it was written.
 
-Numbers that JSON cannot hold (NaN, infinities) are written as null and read back as NaN.
+Numbers that JSON cannot hold (NaN, infinities) are written as null and read back as NaN. ``events.jsonl`` is the newest part of a log;
+parts that reached their size stand beside it as ``events.0001.jsonl``, ``events.0002.jsonl``, ... (sinks.log reads all of them).
 """
 
 from __future__ import annotations
@@ -9,44 +10,36 @@ import dataclasses
 import json
 import math
 import os
+import re
 import threading
 import time
-import typing
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rollout_spec.events import Event
 
-_EVENT_TYPES: dict[str, type] = {cls.__name__: cls for cls in typing.get_args(Event)}
-_FIELD_TYPES: dict[str, dict[str, Any]] = {name: typing.get_type_hints(cls) for name, cls in _EVENT_TYPES.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoggedEvent:
-    """One line of a log."""
-
-    time_s: float  # seconds since the epoch, when the event was written
-    event: Event
+DEFAULT_MAX_BYTES = 256 * 1024 * 1024  # about 500,000 rounds
 
 
 class JsonlSink:
-    """Appends events to a file, which it creates with its folder.
+    """Appends events to a file, which it creates with its folder, and starts a new one when that has reached ``max_bytes``.
 
     Every event is one write of one whole line: a process that dies takes no emitted line with it, and readers beside it never wait for a
     buffer. (A write costs microseconds, a round milliseconds.) A line that an earlier run left torn is cut off before the first write.
-    Safe to use from several threads, not from several processes.
+    Safe to use from several threads, not from several processes. ``keep_parts``: how many full parts are kept; None = all.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES, keep_parts: int | None = None) -> None:
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes must be 1 or more, got {max_bytes}")
+        if keep_parts is not None and keep_parts < 0:
+            raise ValueError(f"keep_parts must be 0 or more, got {keep_parts}")
+        self._path, self._max_bytes, self._keep_parts = Path(path), max_bytes, keep_parts
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("ab", buffering=0)
         self._lock = threading.Lock()
-        whole = _size_of_whole_lines(self._path)
-        if whole < self._path.stat().st_size:
-            self._file.truncate(whole)
+        self._file = self._path.open("ab", buffering=0)
+        self._size = _size_of_whole_lines(self._path)
+        if self._size < self._path.stat().st_size:
+            self._file.truncate(self._size)
 
     def emit(self, event: Event) -> None:
         """Write one event. Raises ValueError when the sink is closed, OSError when the disk refuses."""
@@ -54,8 +47,11 @@ class JsonlSink:
         record = {"type": type(event).__name__, "time_s": time.time(), **fields}
         line = memoryview(json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n")
         with self._lock:
+            self._size += len(line)
             while line:
                 line = line[self._file.write(line) :]
+            if self._size >= self._max_bytes:
+                self._rotate()
 
     def close(self) -> None:
         """Make the log safe against power loss as well, and close it. Closing twice is allowed."""
@@ -64,26 +60,25 @@ class JsonlSink:
                 os.fsync(self._file.fileno())
                 self._file.close()
 
-
-def read_log(path: str | os.PathLike[str]) -> Iterator[LoggedEvent]:
-    """The events of a log, in order, while it may still be written: a torn last line is left out.
-
-    Raises ValueError with file and line number for a whole line that is no event.
-    """
-    path = Path(path)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield _logged_event(json.loads(line))
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{path}, line {number} is no event: {error}") from error
+    def _rotate(self) -> None:
+        """Rename, then begin anew: whoever dies in between leaves a log without a newest part, which the next run begins."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        parts = full_parts(self._path)
+        number = int(parts[-1].suffixes[-2][1:]) + 1 if parts else 1
+        self._path.rename(self._path.with_suffix(f".{number:04d}{self._path.suffix}"))
+        self._file = self._path.open("ab", buffering=0)
+        self._size = 0
+        if self._keep_parts is not None:
+            for part in full_parts(self._path)[: -self._keep_parts or None]:
+                part.unlink()
 
 
-def read_events(path: str | os.PathLike[str]) -> list[Event]:
-    """All events of a log; see ``read_log``."""
-    return [logged.event for logged in read_log(path)]
+def full_parts(path: Path) -> list[Path]:
+    """The parts of a log that reached their size, oldest first."""
+    numbered = re.compile(re.escape(path.stem) + r"\.(\d{4,})" + re.escape(path.suffix))
+    found = [(int(match[1]), part) for part in path.parent.iterdir() if (match := numbered.fullmatch(part.name))]
+    return [part for _, part in sorted(found)]
 
 
 def _size_of_whole_lines(path: Path) -> int:
@@ -107,27 +102,4 @@ def _plain(value: object) -> object:
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
-    return value
-
-
-def _logged_event(record: Any) -> LoggedEvent:
-    if not isinstance(record, dict):
-        raise ValueError("not an object")
-    kind, time_s = record.pop("type"), record.pop("time_s")
-    if kind not in _EVENT_TYPES:
-        raise ValueError(f"unknown type {kind!r}")
-    hints = _FIELD_TYPES[kind]
-    fields = {name: _typed(value, hints.get(name)) for name, value in record.items()}
-    return LoggedEvent(time_s=time_s, event=_EVENT_TYPES[kind](**fields))
-
-
-def _typed(value: Any, hint: Any) -> Any:
-    """JSON's value as the field's type: null in a float is NaN, lists are tuples."""
-    if value is None and hint is float:
-        return math.nan
-    arguments = typing.get_args(hint)
-    if isinstance(value, list):
-        return tuple(_typed(item, arguments[0]) for item in value)
-    if isinstance(value, dict):
-        return {key: _typed(item, arguments[1]) for key, item in value.items()}
     return value

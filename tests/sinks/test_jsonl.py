@@ -16,7 +16,18 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec.events import BudgetEvent, Event, EventSink, PrefillEvent, RequestEvent, RoundEvent, SinkEvent, TrainEvent, WeightSyncEvent
+from rollout_spec.events import (
+    BudgetEvent,
+    DrafterStaleEvent,
+    Event,
+    EventSink,
+    PrefillEvent,
+    RequestEvent,
+    RoundEvent,
+    SinkEvent,
+    TrainEvent,
+    WeightSyncEvent,
+)
 from rollout_spec.sinks import JsonlSink, MemorySink, TeeSink, read_events, read_log
 
 ROUND = RoundEvent(
@@ -54,7 +65,18 @@ EVENTS: tuple[Event, ...] = (
     dataclasses.replace(REQUEST, error=None),
     PrefillEvent(num_prompts=2, num_tokens=9, num_shared_tokens=5, target_s=0.5),
     WeightSyncEvent(role="target", version=2, num_tensors=272, checksum="beef", seconds=0.25),
-    BudgetEvent(round_index=0, controller="fixed", draft_lengths=(4, 0), reason="fixed"),
+    BudgetEvent(
+        round_index=0,
+        controller="auto",
+        draft_lengths=(4, 0),
+        reason="best",
+        predicted_accept_by_depth=(0.5, 0.25),
+        predicted_accepted_tokens=0.75,
+        predicted_round_s=0.0625,
+        predicted_gain=0.5,
+    ),
+    DrafterStaleEvent(round_index=9, drafter="mtp", weights_version=4, accept_prob=0.25, reference_accept_prob=0.5, mean_entropy=1.5),
+    DrafterStaleEvent(round_index=40, drafter="mtp", weights_version=3, accept_prob=0.3, reference_accept_prob=0.5, mean_entropy=1.5),
     SinkEvent(sink="wandb", num_delivered=90, num_dropped=10, num_failed=1),
     TrainEvent(step=1, loss=0.5, metrics={"alpha_1": 0.25}),
 )

@@ -58,7 +58,11 @@ def test_pooled_and_per_request_lengths_differ_and_count_the_bonus() -> None:
 def test_rates_by_depth_are_conditional_on_reaching_it() -> None:
     sink = SummarySink()
     sink.emit(ROUND)
-    sink.emit(dataclasses.replace(ROUND, drafted_by_depth=(1,), accepted_by_depth=(1,), mean_entropy=4.0, num_emitted_tokens=2))
+    sink.emit(
+        dataclasses.replace(
+            ROUND, drafted_by_depth=(1,), accepted_by_depth=(1,), mean_accept_prob_by_depth=(1.0,), mean_entropy=4.0, num_emitted_tokens=2
+        )
+    )
     sink.emit(PrefillEvent(num_prompts=1, num_tokens=5, num_shared_tokens=0, target_s=0.25))
     summary = sink.summary()
     assert summary["acceptance_by_depth"] == [pytest.approx(3 / 4), pytest.approx(1 / 2), 0.0]
