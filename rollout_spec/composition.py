@@ -29,6 +29,7 @@ class DrafterOptions:
     spec: str  # none | ngram | suffix | self | self:TEMPERATURE | a directory
     draw: Draw | None = None  # None: the drafter's own choice
     history: Path | None = None  # suffix only: file of earlier epochs
+    follow_head: bool = True  # trained drafters only: borrowed embedding and head follow the policy's; else they stay as when loaded
 
 
 class DemoDrafter(Protocol):

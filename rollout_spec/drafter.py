@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -95,3 +95,16 @@ class Drafter(Protocol):
 
     def target_updated(self, version: int) -> None:
         """The target's weights changed: caches keyed by them may have to go."""
+
+
+@runtime_checkable
+class HasWeights(Drafter, Protocol):
+    """A drafter with weights of its own. What it borrows from the target (embedding, output head) is not among them."""
+
+    weights_version: int  # of the policy that its own weights were last trained for; 0 as loaded
+
+    def named_weights(self) -> Mapping[str, Tensor]:
+        """Its own weights by the names that ``update_weights`` takes."""
+
+    def borrowed_weights(self) -> Mapping[str, Tensor]:
+        """The target's tensors that it uses, as it uses them now."""

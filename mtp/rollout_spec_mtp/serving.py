@@ -25,9 +25,12 @@ from rollout_spec_mtp.kinds import KINDS, kind_of
 from rollout_spec_mtp.training.protocol import PolicyParts
 
 
-def load_drafter(directory: Path, module: CausalLM, ops: Ops, draw: Draw | None = None) -> Drafter:
-    """The trained drafter of a directory for this policy; draw None = the kind's own choice. ValueError if it does not fit."""
-    policy = PolicyParts.of(module)
+def load_drafter(directory: Path, module: CausalLM, ops: Ops, draw: Draw | None = None, *, follow_head: bool = True) -> Drafter:
+    """The trained drafter of a directory for this policy; draw None = the kind's own choice. ValueError if it does not fit.
+
+    ``follow_head``: the embedding and output head it borrows are the policy's of the moment; else copies of what they are now.
+    """
+    policy = PolicyParts.of(module) if follow_head else PolicyParts.of(module).kept()
     model = load_trained(directory, policy)
     return kind_of(model.kind).serve(model, policy, ops, draw)
 

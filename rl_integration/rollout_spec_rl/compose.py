@@ -64,7 +64,7 @@ def make_drafter(options: DrafterOptions, loaded: LoadedModel, ops: Ops) -> Draf
         raise ValueError(f"--drafter {options.spec!r} is neither one of {', '.join(DRAFTERS)} nor the directory of a trained drafter")
     from rollout_spec_mtp.serving import load_drafter
 
-    return load_drafter(Path(options.spec), loaded.module, ops, options.draw)
+    return load_drafter(Path(options.spec), loaded.module, ops, options.draw, follow_head=options.follow_head)
 
 
 def make_ops() -> Ops:

@@ -83,6 +83,14 @@ class AsyncEngine:
         """Engine.update_weights between two rounds; running requests go on under the new weights."""
         return self._call(lambda: self._engine.update_weights(named_tensors, version, partial=partial))
 
+    def update_drafter(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> Future[WeightsReport]:
+        """Engine.update_drafter between two rounds; running requests go on."""
+        return self._call(lambda: self._engine.update_drafter(named_tensors, version))
+
+    def run(self, action: Callable[[Engine], T]) -> Future[T]:
+        """The action's result, between two rounds. A ValueError of it reaches the future; any other breaks the engine."""
+        return self._call(lambda: action(self._engine))
+
     def close(self) -> None:
         """Abort what runs and stop the thread."""
         with self._wake:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from rollout_spec.budget import BudgetController, FixedBudget
 from rollout_spec.drafter import Drafter
 from rollout_spec.engine import weights as weight_sync
+from rollout_spec.engine.drafter_sync import DrafterSync
 from rollout_spec.engine.load import load_model, make_runner
 from rollout_spec.engine.loop import RoundLoop
 from rollout_spec.engine.ops import Ops
@@ -27,7 +28,7 @@ from rollout_spec.engine.running import Detokenize, RunningRequest
 from rollout_spec.engine.scheduler import PrefillChunk, Scheduler
 from rollout_spec.engine.states import StateBuffer
 from rollout_spec.errors import RequestError
-from rollout_spec.events import EventSink, PrefillEvent, RequestEvent, WeightSyncEvent
+from rollout_spec.events import Event, EventSink, PrefillEvent, RequestEvent, WeightSyncEvent
 from rollout_spec.sinks import TeeSink
 from rollout_spec.tree import Draw
 from rollout_spec.verify import EXACT_ON, Scheme, VerifyFn
@@ -78,6 +79,7 @@ class Engine:
         self.tokenizer: PreTrainedTokenizerBase | None = None  # set by from_pretrained
         self.weights_version = 0
         self._sink: EventSink = TeeSink() if sink is None else sink
+        self._drafter_sync = DrafterSync(drafter, runner, self._sink)
         self._kv = runner.make_slots(self.config.max_batch, self.config.max_context + self.config.max_tree_nodes)
         self._scheduler = Scheduler(self._kv, self.config.prefill_chunk)
         self._states = StateBuffer(drafter.needs.hidden_layers if drafter is not None else ())
@@ -201,14 +203,25 @@ class Engine:
         self.weights_version = version
         self._scheduler.restart()
         self._states.clear()
-        if self.drafter is not None:
-            self.drafter.target_updated(version)
         self._sink.emit(
             WeightSyncEvent(
                 role="target", version=version, num_tensors=len(tensors), checksum=report.checksum, seconds=time.perf_counter() - began
             )
         )
+        self._drafter_sync.target_updated(version)
         return report
+
+    def update_drafter(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> weight_sync.WeightsReport:
+        """Replace the drafter's own weights, trained for the policy of ``version``, between two rounds. Running requests go on.
+
+        Raises ValueError if there is no drafter with weights of its own, or a tensor is unknown, missing, misshapen or not finite (it is
+        named, and nothing is changed then); RuntimeError if a weight of the target is another afterwards.
+        """
+        return self._drafter_sync.update(named_tensors, version)
+
+    def emit(self, event: Event) -> None:
+        """An event of whoever serves the engine, among its own."""
+        self._sink.emit(event)
 
     # One step's parts
 

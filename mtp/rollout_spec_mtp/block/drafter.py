@@ -162,6 +162,9 @@ class BlockDrafter:
         """The drafter's own weights by their checkpoint names."""
         return dict(self._model.named_parameters())
 
+    def borrowed_weights(self) -> Mapping[str, Tensor]:
+        return self._model.policy.borrowed(self._model.draft_token_ids)
+
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """All of the drafter's own weights. ValueError names what is unknown, missing, misshapen or not finite; nothing changes then."""
         own = self.named_weights()

@@ -9,7 +9,7 @@ Shape legend: B requests, K drafted tokens, N tree nodes, W nodes of a level, R 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class MTPDrafter:
         self._slots = DraftSlots(model)
         self._lengths: dict[str, int] = {}  # rows of the target's own states, by request
         self._sampling: dict[str, SamplingParams] = {}  # the part of a request's parameters that a reduced vocabulary can follow
+        self.weights_version = 0
 
     def start(self, request: RequestView) -> None:
         self._lengths[request.request_id] = 0
@@ -59,10 +60,17 @@ class MTPDrafter:
     def target_updated(self, version: int) -> None:  # noqa: ARG002  # states come again from position 0; only the borrowed head is packed
         self._head = pack_head(self._model, self._ops)
 
+    def named_weights(self) -> Mapping[str, Tensor]:
+        return dict(self._model.named_parameters())
+
+    def borrowed_weights(self) -> Mapping[str, Tensor]:
+        return self._model.policy.borrowed(self._model.draft_token_ids)
+
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """All of the head's own tensors, under the names of its checkpoint; ValueError names what is wrong and changes nothing."""
         load_checked(self._model, dict(named_tensors), f"drafter weights of version {version}")
         self._head = pack_head(self._model, self._ops)
+        self.weights_version = version
 
     @torch.inference_mode()
     def propose(self, context: DraftContext, budget: Budget) -> DraftTree:

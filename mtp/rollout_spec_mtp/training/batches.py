@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from rollout_spec_mtp.training.packing import pack
 from rollout_spec_mtp.training.protocol import PackedBatch
-from rollout_spec_mtp.training.shards import RolloutSet, first_fit
+from rollout_spec_mtp.training.shards import Rollout, RolloutSet, first_fit
 
 
 def split_held_out(rollouts: RolloutSet, held_out: float) -> tuple[list[int], list[int]]:
@@ -29,10 +30,20 @@ def split_held_out(rollouts: RolloutSet, held_out: float) -> tuple[list[int], li
     return sides
 
 
+class Sequences(Protocol):
+    """Rollouts by number; lengths are known without reading them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Rollout: ...
+
+    def length(self, number: int) -> int: ...
+
+
 class Batches:
     """Rows of packed sequences. Every epoch goes through all rows once, in an order of its own."""
 
-    def __init__(self, rollouts: RolloutSet, numbers: Sequence[int], *, row_tokens: int, seed: int) -> None:
+    def __init__(self, rollouts: Sequences, numbers: Sequence[int], *, row_tokens: int, seed: int) -> None:
         self._rollouts, self._seed = rollouts, seed
         lengths = {number: rollouts.length(number) for number in numbers}
         order = [numbers[i] for i in torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed)).tolist()]

@@ -81,6 +81,18 @@ class PolicyParts:
     def hidden_size(self) -> int:
         return self.head.shape[1]
 
+    def borrowed(self, draft_token_ids: Tensor | None) -> dict[str, Tensor]:
+        """What a drafter with this vocabulary reads of the policy's weights."""
+        return {"embedding": self.embedding, "head": self.head if draft_token_ids is None else self.head[draft_token_ids]}
+
+    def kept(self) -> PolicyParts:
+        """The same with embedding, head and norm as they are now, whatever becomes of the policy's weights."""
+        head = self.head.clone()
+        tied = self.embedding.data_ptr() == self.head.data_ptr()
+        return PolicyParts(
+            module=self.module, embedding=head if tied else self.embedding.clone(), head=head, final_norm=self.final_norm.clone()
+        )
+
     @staticmethod
     def of(module: CausalLM) -> PolicyParts:
         """Parts of a transformers causal LM; they follow the policy's weights, which are updated in place."""
