@@ -13,10 +13,12 @@ import os
 import re
 import threading
 import time
+import typing
 from pathlib import Path
 
 from rollout_spec.events import Event
 
+_FIELDS = {kind: [field.name for field in dataclasses.fields(kind)] for kind in typing.get_args(Event)}
 DEFAULT_MAX_BYTES = 256 * 1024 * 1024  # about 500,000 rounds
 
 
@@ -43,9 +45,9 @@ class JsonlSink:
 
     def emit(self, event: Event) -> None:
         """Write one event. Raises ValueError when the sink is closed, OSError when the disk refuses."""
-        fields = {field.name: _plain(getattr(event, field.name)) for field in dataclasses.fields(event)}
-        record = {"type": type(event).__name__, "time_s": time.time(), **fields}
-        line = memoryview(json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        record: dict[str, object] = {"type": type(event).__name__, "time_s": time.time()}
+        record |= {name: getattr(event, name) for name in _FIELDS[type(event)]}
+        line = memoryview(_line(record))
         with self._lock:
             self._size += len(line)
             while line:
@@ -93,6 +95,14 @@ def _size_of_whole_lines(path: Path) -> int:
                 return start + newline + 1
             position = start
     return 0
+
+
+def _line(record: dict[str, object]) -> bytes:
+    try:
+        text = json.dumps(record, allow_nan=False, separators=(",", ":"))
+    except ValueError:  # a NaN or an infinity, which is rare
+        text = json.dumps(_plain(record), allow_nan=False, separators=(",", ":"))
+    return text.encode() + b"\n"
 
 
 def _plain(value: object) -> object:

@@ -41,6 +41,7 @@ _IMPORTANCE = {
 def _client() -> Any:
     try:
         import prometheus_client
+        import prometheus_client.core
     except ImportError:
         raise ValueError("the Prometheus sink needs the package prometheus-client: pip install 'rollout-spec[prometheus]'") from None
     return prometheus_client
