@@ -9,7 +9,7 @@ import ray
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from rollout_spec_rl.verl.replica import server_name
+from rollout_spec_rl.verl.names import server_name
 from rollout_spec_rl.verl.weights import buckets
 
 

@@ -1,6 +1,7 @@
 """verl's agent loops with two things added: seeds, and speculation counts that survive partial rollouts.
 
-Named by ``rollout.agent.agent_loop_manager_class``, which verl's trainer imports after its trainer and servers are up.
+``SeededAgentLoopManager`` is named by ``rollout.agent.agent_loop_manager_class``, which verl imports after its trainer and servers are up.
+fully_async has a manager of its own, which no setting replaces: a patch puts a ``seeded_manager`` in its place.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import ray
+from verl.experimental.agent_loop import AgentLoopWorker
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
@@ -26,14 +28,14 @@ _parts: ContextVar[list[TokenOutput] | None] = ContextVar("rollout_spec_parts", 
 _PlainWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class
 
 
-def trajectory_seed(seed: int, step: int, sample: object, session: int, *, validate: bool) -> int:
+def trajectory_seed(seed: int, step: object, sample: object, session: int, *, validate: bool) -> int:
     """The seed of one trajectory: 62 bits that depend on the run's seed, the step, the dataset's row and the sample's number only."""
     digest = hashlib.sha256(f"{seed}/{step}/{sample}/{session}/{validate}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 2
 
 
-class SeededWorker(_PlainWorker):  # type: ignore[valid-type,misc]
-    """Gives every trajectory its own seed when the run has one."""
+class _Seeded:
+    """Gives every trajectory its own seed when the run has one. Stands before one of verl's workers."""
 
     def __init__(self, config: Any, *further: Any, **named: Any) -> None:
         super().__init__(config, *further, **named)
@@ -41,15 +43,25 @@ class SeededWorker(_PlainWorker):  # type: ignore[valid-type,misc]
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **further: Any) -> Any:
         if self._options.seed is not None:
+            # A stream of prompts has no steps; what it has is a number for each prompt that it sends out.
+            step = trajectory["step"] if trajectory["step"] >= 0 else further["uid"]
             seed = trajectory_seed(
                 self._options.seed,
-                int(trajectory["step"]),
+                step,
                 trajectory["sample_index"],
-                int(further["session_id"]),
+                int(further.get("session_id", trajectory["rollout_n"])),
                 validate=bool(trajectory["validate"]),
             )
             sampling_params = {**sampling_params, "seed": seed}
-        return await super()._run_agent_loop(sampling_params, trajectory, **further)
+        return await super()._run_agent_loop(sampling_params, trajectory, **further)  # type: ignore[misc]
+
+
+class SeededWorker(_Seeded, _PlainWorker):  # type: ignore[valid-type,misc]
+    """Of the trainers with a TransferQueue: sync, colocate_async and separate_async."""
+
+
+class SeededStreamWorker(_Seeded, AgentLoopWorker):  # type: ignore[misc]
+    """Of fully_async."""
 
 
 class _RecordingClient(LLMServerClient):
@@ -102,9 +114,15 @@ def joined_fields(parts: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, A
     return joined
 
 
-class SeededAgentLoopManager(AgentLoopManagerTQ):
-    """verl's manager with our workers and our client."""
+def seeded_manager(manager: type[Any], worker: type[Any]) -> type[Any]:
+    """One of verl's managers with our workers and our client."""
 
-    def __init__(self, config: Any, llm_client: Any, *further: Any, **named: Any) -> None:
-        super().__init__(config, CountingClient.like(llm_client), *further, **named)
-        self.agent_loop_workers_class = ray.remote(SeededWorker)
+    class SeededManager(manager):
+        def __init__(self, config: Any, llm_client: Any, *further: Any, **named: Any) -> None:
+            super().__init__(config, CountingClient.like(llm_client), *further, **named)
+            self.agent_loop_workers_class = ray.remote(worker)
+
+    return SeededManager
+
+
+SeededAgentLoopManager = seeded_manager(AgentLoopManagerTQ, SeededWorker)

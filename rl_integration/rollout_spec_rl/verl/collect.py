@@ -8,18 +8,18 @@ import ray
 from ray.exceptions import RayActorError
 
 from rollout_spec_rl.verl.metrics import StepTotals, merge, named
-from rollout_spec_rl.verl.replica import SERVER_PREFIX
+from rollout_spec_rl.verl.names import server_names
 
 logger = logging.getLogger(__name__)
 
 
 def step_metrics() -> dict[str, float]:
     """Metrics of all live servers together; empty when no server is ours. A server that died is named in the log and left out."""
-    names = [name for name in ray.util.list_named_actors() if name.startswith(SERVER_PREFIX)]
+    names = server_names()
     if not names:
         return {}
     parts: list[StepTotals] = []
-    for name in sorted(names):
+    for name in names:
         try:
             parts.append(ray.get(ray.get_actor(name).take_metrics.remote()))
         except (RayActorError, ValueError) as error:  # ValueError: gone between the listing and the look-up

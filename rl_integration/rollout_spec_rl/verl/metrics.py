@@ -28,6 +28,7 @@ class StepTotals:
     num_requests: int = 0
     num_failed_requests: int = 0
     num_aborted_requests: int = 0
+    num_restarts: int = 0  # of the server's process
     num_undrafted_rounds: int = 0  # rounds in which nothing was proposed: the budget or the drafter said no
     max_batch: int = 0
     sync_s: float = 0.0
@@ -63,6 +64,10 @@ class StepSink:
         with self._lock:
             self._totals.add(event)
 
+    def count_restart(self) -> None:
+        with self._lock:
+            self._totals.num_restarts += 1
+
     def take(self) -> StepTotals:
         with self._lock:
             taken = self._totals
@@ -78,7 +83,7 @@ def merge(parts: Sequence[StepTotals]) -> StepTotals:
     out = StepTotals()
     for part in parts:
         _merge_rounds(out.rounds, part.rounds)
-        for name in ("num_requests", "num_failed_requests", "num_aborted_requests", "num_undrafted_rounds", "sync_s"):
+        for name in ("num_requests", "num_failed_requests", "num_aborted_requests", "num_restarts", "num_undrafted_rounds", "sync_s"):
             setattr(out, name, getattr(out, name) + getattr(part, name))
         out.max_batch = max(out.max_batch, part.max_batch)
     for name in ("policy_version", "drafter_version"):
@@ -131,6 +136,7 @@ def named(totals: StepTotals) -> dict[str, float]:
         "rollout_spec/num_requests": totals.num_requests,
         "rollout_spec/num_failed_requests": totals.num_failed_requests,
         "rollout_spec/num_aborted_requests": totals.num_aborted_requests,
+        "rollout_spec/num_restarts": totals.num_restarts,
         "rollout_spec/max_batch": totals.max_batch,
         "rollout_spec/policy_version": totals.policy_version,
         "rollout_spec/drafter_version": totals.drafter_version,

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import inspect
 import logging
+import sys
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -33,6 +34,11 @@ class Patch:
         """Of the source that is installed."""
         owner, name = place(self.source or self.target)
         return fingerprint(getattr(getattr(owner, name), _APPLIED, getattr(owner, name)))
+
+    @property
+    def loaded(self) -> bool:
+        """Whether this process uses the target's module at all."""
+        return self.target.partition(":")[0] in sys.modules
 
     def apply(self) -> None:
         """Once a process; a second call changes nothing."""
@@ -99,6 +105,12 @@ class _LoggerThatTakesFlush(logging.LoggerAdapter[logging.Logger]):
         return msg, kwargs
 
 
+def _seeded_stream_manager(original: type[Any]) -> type[Any]:
+    from rollout_spec_rl.verl.agent_loop import SeededStreamWorker, seeded_manager
+
+    return seeded_manager(original, SeededStreamWorker)
+
+
 ON_CPU = (
     Patch(
         target="verl.utils.distributed:initialize_global_process_group_ray",
@@ -115,6 +127,7 @@ IN_EVERY_PROCESS = (
         replace=_log_with_rollout_metrics,
     ),
 )
+# Where servers are launched, and of the trainers' modules only the one that runs.
 IN_THE_TRAINER = (
     Patch(
         # The logger, not the method: by the time that our replica is loaded the method is running.
@@ -123,6 +136,12 @@ IN_THE_TRAINER = (
         reason="_setup calls logger.info(..., flush=True), a TypeError unless the logger's level is above INFO",
         upstream="792593a969da",
         replace=_LoggerThatTakesFlush,
+    ),
+    Patch(
+        target="verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncAgentLoopManager",
+        reason="fully_async builds its own manager and client whatever agent_loop_manager_class says; the client drops what servers count",
+        upstream="044f34b82ea3",
+        replace=_seeded_stream_manager,
     ),
 )
 EVERY_PATCH = (*ON_CPU, *IN_EVERY_PROCESS, *IN_THE_TRAINER)

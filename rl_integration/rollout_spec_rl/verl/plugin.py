@@ -61,7 +61,8 @@ def _register_backend() -> None:
         from rollout_spec_rl.verl.replica import RolloutSpecReplica
 
         for patch in patches.IN_THE_TRAINER:
-            patch.apply()
+            if patch.loaded:
+                patch.apply()
         return RolloutSpecReplica
 
     base._ROLLOUT_REGISTRY[(BACKEND, "async")] = "rollout_spec_rl.verl.adapter.RolloutSpecAdapter"  # noqa: SLF001  # verl's only way in

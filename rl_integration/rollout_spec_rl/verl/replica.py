@@ -12,15 +12,10 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import RolloutReplica
 
+from rollout_spec_rl.verl.names import server_name
 from rollout_spec_rl.verl.options import RolloutPlan, plan_rollouts
+from rollout_spec_rl.verl.recovery import MAX_RESTARTS
 from rollout_spec_rl.verl.server import RolloutServer
-
-SERVER_PREFIX = "rollout_spec_server_"
-
-
-def server_name(replica_rank: int, suffix: str = "") -> str:
-    """The name by which the training worker finds its replica's server."""
-    return f"{SERVER_PREFIX}{replica_rank}{suffix}"
 
 
 class RolloutSpecReplica(RolloutReplica):
@@ -38,21 +33,25 @@ class RolloutSpecReplica(RolloutReplica):
         # The engine runs on the CPU: it takes no accelerator, and on a machine with one it must not see it.
         environment = dict.fromkeys(get_platform().ray_noset_envvars(), "1")
         environment[get_platform().visible_devices_envvar()] = ""
+        name = server_name(self.replica_rank, self.name_suffix)
         server = (
             ray.remote(RolloutServer)
             .options(
-                name=server_name(self.replica_rank, self.name_suffix),
+                name=name,
                 max_concurrency=self.max_concurrency,
                 num_cpus=0,
+                # A process that dies is replaced, and every call that it owed an answer is made again.
+                max_restarts=MAX_RESTARTS,
+                max_task_retries=-1,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
                 runtime_env={"env_vars": environment},
             )
-            .remote(self._plan, model.local_path, self.replica_rank)
+            .remote(self._plan, model.local_path, self.replica_rank, name)
         )
         await server.ready.remote()
         self.servers.append(server)
         self._server_handle = server
-        self._server_address = server_name(self.replica_rank, self.name_suffix)
+        self._server_address = name
 
 
 def as_mapping(config: Any) -> dict[str, Any]:

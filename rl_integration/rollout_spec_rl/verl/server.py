@@ -24,6 +24,7 @@ from rollout_spec_rl.compose import make_drafter, make_ops
 from rollout_spec_rl.verl.generation import make_request, output_fields
 from rollout_spec_rl.verl.metrics import StepSink, StepTotals
 from rollout_spec_rl.verl.options import RolloutPlan
+from rollout_spec_rl.verl.recovery import take_newest_weights, was_restarted
 from rollout_spec_rl.verl.weights import WeightBucket, WeightInbox, check_held
 
 logger = logging.getLogger(__name__)
@@ -72,9 +73,9 @@ class Gate:
 
 
 class RolloutServer:
-    """One replica. ``plan`` is checked by the replica before this process starts."""
+    """One replica. ``plan`` is checked by the replica before this process starts; ``name`` is the actor's."""
 
-    def __init__(self, plan: RolloutPlan, model_path: str, replica_rank: int) -> None:
+    def __init__(self, plan: RolloutPlan, model_path: str, replica_rank: int, name: str) -> None:
         set_threads(plan.options.threads)
         self._plan, self._rank = plan, replica_rank
         self._metrics = StepSink()
@@ -84,6 +85,9 @@ class RolloutServer:
         engine = build_engine(plan, model_path, self._sink())
         self._precisions = {name: tensor.dtype for name, tensor in engine.runner.named_weights().items()}
         self._aliases = dict(engine.runner.tied_names())
+        if was_restarted():
+            self._version = take_newest_weights(engine, replica_rank, name)
+            self._metrics.count_restart()
         self._engine = AsyncEngine(engine)
 
     def _sink(self) -> TeeSink:
@@ -133,6 +137,14 @@ class RolloutServer:
         self._version = version
         logger.info("replica %d: weights version %d, %d tensors, checksum %s", self._rank, version, num_tensors, report.checksum)
         return report.checksum
+
+    async def export_weights(self) -> WeightBucket | None:
+        """What the engine holds, for a replica that lost its own; None before the trainer's first weights."""
+        if self._version == NO_VERSION:
+            return None
+        return await asyncio.wrap_future(
+            self._engine.run(lambda engine: WeightBucket.pack(engine.weights_version, engine.runner.named_weights().items()))
+        )
 
     async def set_global_steps(self, global_steps: int) -> None:
         """verl tells the version again after a sync; it must be the one whose weights came."""

@@ -25,7 +25,7 @@ def serve(work: Callable[[Any], Awaitable[Any]], policy: Path, settings: dict[st
     from rollout_spec_rl.verl.server import RolloutServer
 
     async def run() -> Any:
-        server = RolloutServer(plan_rollouts(settings), str(policy), 0)
+        server = RolloutServer(plan_rollouts(settings), str(policy), 0, "rollout_spec_server_0")
         try:
             return await work(server)
         finally:

@@ -1,0 +1,17 @@
+"""How the servers of a run are found: they are named actors of Ray, one name a replica."""
+
+from __future__ import annotations
+
+import ray
+
+SERVER_PREFIX = "rollout_spec_server_"
+
+
+def server_name(replica_rank: int, suffix: str = "") -> str:
+    """The name by which the training worker finds its replica's server."""
+    return f"{SERVER_PREFIX}{replica_rank}{suffix}"
+
+
+def server_names() -> list[str]:
+    """Of all servers of this run that are alive or being started again."""
+    return sorted(name for name in ray.util.list_named_actors() if name.startswith(SERVER_PREFIX))
