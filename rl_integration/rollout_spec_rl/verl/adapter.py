@@ -9,6 +9,7 @@ import ray
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
+from rollout_spec_rl.verl.mailbox import Posting, open_mailbox
 from rollout_spec_rl.verl.names import server_name
 from rollout_spec_rl.verl.weights import buckets
 
@@ -50,9 +51,12 @@ class RolloutSpecAdapter(BaseRollout):
         if global_steps is None:
             raise ValueError("verl sent weights without a version (global_steps)")
         size = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
+        posting = Posting(open_mailbox(), global_steps)
+        await posting.begin()
         num_tensors = 0
         async for bucket in buckets(ensure_async_iterator(weights), global_steps, size):
             num_tensors += len(bucket.tensors)
-            await self.server.receive_bucket.remote(bucket)
+            await self.server.receive_bucket.remote(await posting.put(bucket))
+        await posting.end()
         await self.server.commit_weights.remote(global_steps, num_tensors)
         await self.server.set_global_steps.remote(global_steps)

@@ -1,14 +1,13 @@
 """Weights to rollouts in other processes over Ray's object store: ``checkpoint_engine.backend=rollout_spec``.
 
-verl's own backends need NCCL or RDMA; this one needs nothing, so that ``separate_async`` runs on CPUs. The first trainer rank puts buckets
-into the object store and their references into a mailbox; every rollout worker reads them in order.
+verl's own backends need NCCL or RDMA; this one needs nothing, so that ``separate_async`` runs on CPUs. The first trainer rank posts buckets
+to the mailbox; every rollout worker reads them in order.
 
 verl imports this module by ``checkpoint_engine.custom_backend_module``.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,43 +17,8 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from rollout_spec_rl.verl import BACKEND
-from rollout_spec_rl.verl.weights import NamedTensor, WeightBucket, buckets
-
-MAILBOX = "rollout_spec_mailbox"
-
-
-class Mailbox:
-    """References to the buckets of the newest version. Asking for one that has not come yet waits."""
-
-    def __init__(self) -> None:
-        self._version: int | None = None
-        self._letters: list[list[Any]] = []  # references in lists: bare ones would be fetched into this process
-        self._complete = False
-        self._changed = asyncio.Condition()
-
-    async def begin(self, version: int) -> None:
-        """A new version; the buckets of the one before may go."""
-        async with self._changed:
-            self._version, self._letters, self._complete = version, [], False
-            self._changed.notify_all()
-
-    async def put(self, version: int, letter: list[Any]) -> None:
-        async with self._changed:
-            assert version == self._version, f"bucket of version {version} while {self._version} is being sent"
-            self._letters.append(letter)
-            self._changed.notify_all()
-
-    async def end(self, version: int) -> None:
-        async with self._changed:
-            assert version == self._version, f"end of version {version} while {self._version} is being sent"
-            self._complete = True
-            self._changed.notify_all()
-
-    async def get(self, version: int, index: int) -> list[Any] | None:
-        """The bucket of that number, or None when there are no more."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._version == version and (index < len(self._letters) or self._complete))
-            return self._letters[index] if index < len(self._letters) else None
+from rollout_spec_rl.verl.mailbox import Posting, open_mailbox, read
+from rollout_spec_rl.verl.weights import NamedTensor, buckets
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -62,14 +26,13 @@ class RolloutSpecCheckpointEngine(CheckpointEngine):
     """One sender (the first trainer rank), any number of receivers; trainer ranks other than the first only take part in the gather."""
 
     def __init__(self, bucket_size: int, is_master: bool = False) -> None:
-        self._bucket_bytes, self._is_master = bucket_size, is_master
-        self._held: Any = None
+        self._bucket_bytes = bucket_size
+        self._mailbox = open_mailbox() if is_master else None  # the sender's: it goes when the trainer does
 
     def prepare(self) -> dict[str, Any]:
-        """The sender makes the mailbox before any receiver looks for it."""
-        if self._is_master and self._held is None:
-            self._held = ray.remote(Mailbox).options(name=MAILBOX, num_cpus=0, max_concurrency=1000).remote()
-            ray.get(self._held.__ray_ready__.remote())
+        """The mailbox is there before any receiver looks for it."""
+        if self._mailbox is not None:
+            ray.get(self._mailbox.__ray_ready__.remote())
         return {}
 
     @classmethod
@@ -87,33 +50,25 @@ class RolloutSpecCheckpointEngine(CheckpointEngine):
     def finalize(self) -> None:
         """Buckets go when the next version comes."""
 
-    @property
-    def _mailbox(self) -> Any:
-        if self._held is None:
-            self._held = ray.get_actor(MAILBOX)
-        return self._held
-
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
         """Send everything as version ``global_steps``; returns metrics of the transfer."""
         assert global_steps is not None, "verl sends weights with their version"
         began, num_bytes = time.perf_counter(), 0
-        if self._is_master:
-            await self._mailbox.begin.remote(global_steps)
-        async for bucket in buckets(ensure_async_iterator(weights), global_steps, self._bucket_bytes):
-            if self._is_master:
-                num_bytes += sum(tensor.nbytes for _, tensor in bucket.tensors)
-                await self._mailbox.put.remote(global_steps, [ray.put(bucket)])
-        if not self._is_master:
+        if self._mailbox is None:
+            async for _ in ensure_async_iterator(weights):  # every rank takes part in the gather
+                pass
             return {}
-        await self._mailbox.end.remote(global_steps)
+        posting = Posting(self._mailbox, global_steps)
+        await posting.begin(again=True)
+        async for bucket in buckets(ensure_async_iterator(weights), global_steps, self._bucket_bytes):
+            num_bytes += sum(tensor.nbytes for _, tensor in bucket.tensors)
+            await posting.put(bucket)
+        await posting.end()
         return {"rollout_spec/weight_send_s": time.perf_counter() - began, "rollout_spec/weight_send_mb": num_bytes / 2**20}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[NamedTensor]:
         """Name and tensor of everything that was sent, checked against the sender's checksums."""
         assert global_steps is not None, "verl asks for weights by their version"
-        index = 0
-        while (letter := await self._mailbox.get.remote(global_steps, index)) is not None:
-            bucket: WeightBucket = await letter[0]
+        async for bucket in read(open_mailbox(), global_steps):
             for named_tensor in bucket.checked():
                 yield named_tensor
-            index += 1

@@ -46,7 +46,7 @@ class RolloutSpecReplica(RolloutReplica):
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
                 runtime_env={"env_vars": environment},
             )
-            .remote(self._plan, model.local_path, self.replica_rank, name)
+            .remote(self._plan, model.local_path, self.replica_rank)
         )
         await server.ready.remote()
         self.servers.append(server)

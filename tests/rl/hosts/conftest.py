@@ -11,6 +11,7 @@ import pytest
 
 EXAMPLE = Path("examples") / "verl_grpo_tiny"
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

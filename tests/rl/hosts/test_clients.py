@@ -123,12 +123,41 @@ def adapter(server: FakeServer) -> Any:
     return made
 
 
-def test_the_adapter_sends_buckets_then_commits() -> None:
+def in_process(box: Any) -> Any:
+    """A mailbox called as through Ray."""
+    return SimpleNamespace(**{name: SimpleNamespace(remote=getattr(box, name)) for name in ("begin", "put", "end", "get", "newest")})
+
+
+@pytest.fixture
+def mailbox(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from rollout_spec_rl.verl import adapter as module
+    from rollout_spec_rl.verl import mailbox
+
+    box = mailbox.Mailbox()
+    monkeypatch.setattr(mailbox.ray, "put", lambda bucket: bucket)
+    monkeypatch.setattr(module, "open_mailbox", lambda: in_process(box))
+    return box
+
+
+def test_the_adapter_sends_buckets_then_commits(mailbox: Any) -> None:
     server = FakeServer()
-    weights = ((f"w{index}", torch.randn(200_000)) for index in range(3))
-    asyncio.run(adapter(server).update_weights(weights, global_steps=4))
+    weights = [(f"w{index}", torch.randn(200_000)) for index in range(3)]
+    asyncio.run(adapter(server).update_weights(iter(weights), global_steps=4))
     assert [name for name, _ in server.calls] == ["receive_bucket"] * 3 + ["commit_weights", "set_global_steps"]
     assert server.calls[3][1] == (4, 3)
+    # A server that is started again finds the very same.
+    version, letters = asyncio.run(mailbox.newest())
+    assert version == 4
+    assert [letter[0] for letter in letters] == [arguments[0] for name, arguments in server.calls if name == "receive_bucket"]
+
+
+def test_one_sender_of_several_fills_the_mailbox(mailbox: Any) -> None:
+    servers = [FakeServer(), FakeServer()]
+    weights = [(f"w{index}", torch.randn(200_000)) for index in range(3)]
+    for server in servers:
+        asyncio.run(adapter(server).update_weights(iter(weights), global_steps=4))
+    assert [len(server.calls) for server in servers] == [5, 5]
+    assert len(asyncio.run(mailbox.newest())[1]) == 3
 
 
 @pytest.mark.parametrize(
@@ -147,18 +176,20 @@ def test_weights_in_other_forms_are_refused(named: dict[str, Any], said: str) ->
 
 
 def test_a_mailbox_waits_for_its_version() -> None:
-    from rollout_spec_rl.verl.checkpoint_engine import Mailbox
+    from rollout_spec_rl.verl.mailbox import Mailbox
 
     async def work() -> None:
         box = Mailbox()
+        assert await box.newest() is None
         early = asyncio.create_task(box.get(2, 0))
-        await box.begin(1)
+        assert await box.begin(1, again=False)
         await box.put(1, ["old"])
         await box.end(1)
         assert await box.get(1, 0) == ["old"]
         assert await box.get(1, 1) is None
         assert not early.done()
-        await box.begin(2)
+        assert await box.begin(2, again=False)
+        assert not await box.begin(2, again=False)
         late = asyncio.create_task(box.get(2, 1))
         await box.put(2, ["first"])
         assert await early == ["first"]
@@ -167,6 +198,15 @@ def test_a_mailbox_waits_for_its_version() -> None:
         assert await late is None
         # A second reader gets the same, however late it comes.
         assert await box.get(2, 0) == ["first"]
+        assert await box.newest() == (2, [["first"]])
+        # A trainer that resumes may send a version once more.
+        assert await box.begin(2, again=True)
+        resumed = asyncio.create_task(box.newest())
+        await asyncio.sleep(0)
+        assert not resumed.done()
+        await box.put(2, ["other"])
+        await box.end(2)
+        assert await resumed == (2, [["other"]])
 
     asyncio.run(work())
 

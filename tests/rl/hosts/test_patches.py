@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ def test_only_training_steps_get_rollout_metrics(monkeypatch: pytest.MonkeyPatch
 def test_separate_async_may_log_as_it_does(caplog: pytest.LogCaptureFixture) -> None:
     from verl.trainer.ppo.v1 import trainer_separate_async
 
-    (patch,) = patches.IN_THE_TRAINER
+    patch = next(patch for patch in patches.IN_THE_TRAINER if patch.target.endswith("trainer_separate_async:logger"))
     patch.apply()
     upstream = trainer_separate_async.logger.__rollout_spec_patch__
     with caplog.at_level(logging.INFO, logger=upstream.name):
@@ -75,3 +76,23 @@ def test_separate_async_may_log_as_it_does(caplog: pytest.LogCaptureFixture) -> 
             upstream.info("as upstream", flush=True)
         trainer_separate_async.logger.info("with %s", "flush", flush=True)
     assert [record.getMessage() for record in caplog.records] == ["with flush"]
+
+
+def test_fully_async_gets_our_workers_and_our_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.experimental.fully_async_policy import fully_async_rollouter
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+
+    from rollout_spec_rl.verl import agent_loop
+
+    next(patch for patch in patches.IN_THE_TRAINER if patch.target.endswith("FullyAsyncAgentLoopManager")).apply()
+    monkeypatch.setattr(agent_loop.ray, "remote", lambda worker: worker)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=None, model=None))
+    manager = fully_async_rollouter.FullyAsyncAgentLoopManager(config, FullyAsyncLLMServerClient(config=config))
+    assert type(manager.llm_client) is agent_loop.CountingClient
+    assert manager.agent_loop_workers_class is agent_loop.SeededStreamWorker
+
+
+def test_patches_of_a_trainer_that_does_not_run_are_not_loaded() -> None:
+    absent = patches.Patch(target="no_such_module:name", reason="", upstream="", replace=lambda it: it)
+    assert not absent.loaded
+    assert patches.IN_EVERY_PROCESS[0].loaded

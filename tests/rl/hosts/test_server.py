@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from served import PROMPT, SAMPLED, perturbed
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollout_spec_rl.verl.options import plan_rollouts
 from rollout_spec_rl.verl.weights import buckets
 
-PROMPT = list(range(3, 19))
-SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 Rollout = Callable[..., dict[str, Any]]
 
 
@@ -25,20 +24,13 @@ def serve(work: Callable[[Any], Awaitable[Any]], policy: Path, settings: dict[st
     from rollout_spec_rl.verl.server import RolloutServer
 
     async def run() -> Any:
-        server = RolloutServer(plan_rollouts(settings), str(policy), 0, "rollout_spec_server_0")
+        server = RolloutServer(plan_rollouts(settings), str(policy), 0)
         try:
             return await work(server)
         finally:
             server._engine.close()
 
     return asyncio.run(run())
-
-
-def perturbed(policy: Path) -> dict[str, Tensor]:
-    """The policy after a step of training, by Hugging Face names."""
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
-    return {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
 
 
 async def send(server: Any, tensors: dict[str, Tensor], version: int, limit: int = 20_000, skip: int = -1) -> str:
