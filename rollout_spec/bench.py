@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from rollout_spec.budget import BudgetController
 from rollout_spec.drafter import Drafter
 from rollout_spec.engine.baselines import Baseline
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.request import Request
 from rollout_spec.engine.runner import ModelRunner
+from rollout_spec.pilot import BudgetPilot
 from rollout_spec.prompts import Prompt
 from rollout_spec.sampling import SamplingParams
 from rollout_spec.sinks.summary import SummarySink
@@ -40,6 +40,7 @@ class BenchSettings:
     dtype: str
     temperature: float
     budget: str
+    draft_length: int
     tree_width: tuple[int, ...]
     verifier: str
     against: tuple[str, ...]
@@ -72,7 +73,7 @@ class Bench:
         runner: ModelRunner,
         prompts: Sequence[Prompt],
         make_drafter: Callable[[str], Drafter | None],
-        controller: BudgetController,
+        make_pilot: Callable[[], BudgetPilot],
         scheme: Scheme | None,
         baselines: Sequence[Baseline],
         max_context: int,
@@ -80,7 +81,9 @@ class Bench:
         if not prompts:
             raise ValueError("no prompts to measure with")
         self._settings, self._runner, self._prompts, self._make_drafter = settings, runner, prompts, make_drafter
-        self._controller, self._scheme, self._baselines, self._max_context = controller, scheme, baselines, max_context
+        self._make_pilot, self._scheme, self._baselines, self._max_context = make_pilot, scheme, baselines, max_context
+        # What a budget has learnt lives on from repeat to repeat, as it would in an engine that serves for long.
+        self._pilots: dict[tuple[str, int], BudgetPilot] = {}
         self._measured: dict[tuple[str, str, int], _Measured] = {}
 
     @property
@@ -120,13 +123,14 @@ class Bench:
     def _run_ours(self, drafter_name: str, batch_size: int, requests: Sequence[Request], *, counted: bool) -> None:
         measured = self._measured.setdefault((OURS, drafter_name, batch_size), _Measured())
         drafter = self._make_drafter(drafter_name)
+        pilot = self._pilots.setdefault((drafter_name, batch_size), self._make_pilot())
         for epoch in range(self._settings.epochs if drafter is not None else 1):
             last = epoch == self._settings.epochs - 1 or drafter is None
             engine = Engine(
                 self._runner,
                 config=EngineConfig(max_batch=batch_size, max_context=self._max_context, scheme=self._scheme),
                 drafter=drafter,
-                controller=self._controller,
+                controller=pilot,
                 sink=measured.totals if counted and last else None,
             )
             began = time.perf_counter()

@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rollout_spec import __version__, reports
@@ -23,9 +25,11 @@ from rollout_spec.engine.baselines import Baseline, TransformersBaseline, VllmBa
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.models import default_cache_dir
 from rollout_spec.job import JobSettings, RolloutJob, write_text
+from rollout_spec.pilot import BudgetPilot
 from rollout_spec.sampling import SamplingParams
-from rollout_spec.session import Session, drafter_factory, open_session, parse_budget, parse_logit_bias, parse_scheme, parse_widths
+from rollout_spec.session import AUTO, Session, drafter_factory, open_session, parse_budget, parse_logit_bias, parse_scheme, parse_widths
 from rollout_spec.sinks import JsonlSink
+from rollout_spec.sinks.specs import SINK_WORDS, SinkPlace, open_telemetry
 
 INTERRUPTED = 130
 DRAFTER_NAMES = "none, ngram, suffix, self (self:T drafts at temperature T)"
@@ -38,7 +42,10 @@ Prompts = Annotated[
 ]
 DType = Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="Compute threads; default: torch's choice.")]
-DraftLength = Annotated[int, typer.Option("--draft-length", "-k", min=0, help="Deepest drafted token a round; 0 = no drafting.")]
+DraftLength = Annotated[
+    int,
+    typer.Option("--draft-length", "-k", min=0, help="Deepest drafted token a round that --budget auto and entropy may choose; 0 = off."),
+]
 TreeWidth = Annotated[str, typer.Option("--tree-width", help="Children a node by depth, like 2,2,1; 1 = a chain.")]
 Verifier = Annotated[
     str,
@@ -49,7 +56,14 @@ Verifier = Annotated[
     ),
 ]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 = greedy.")]
-BudgetOption = Annotated[str | None, typer.Option("--budget", help="off or fixed:K; default: fixed at --draft-length.")]
+BudgetOption = Annotated[
+    str,
+    typer.Option(
+        "--budget",
+        help="Who drafts how deep: auto (most expected tokens a second, nothing where nothing pays), entropy, fixed:K, "
+        "batch_table:FILE (JSON of requests to draft length) or off.",
+    ),
+]
 
 
 @contextmanager
@@ -58,7 +72,7 @@ def _clear_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        console.print(f"[bold red]error:[/] {error}", highlight=False)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(2) from None
 
 
@@ -113,13 +127,14 @@ def rollout(
         typer.Option("--history", help="suffix only: file that keeps earlier epochs' samples; read if there, written at the end."),
     ] = None,
     verifier: Verifier = "auto",
-    draft_length: DraftLength = 4,
+    draft_length: DraftLength = 8,
     tree_width: TreeWidth = "1",
-    budget: BudgetOption = None,
+    budget: BudgetOption = AUTO,
     max_batch: Annotated[int, typer.Option("--max-batch", "-b", help="Requests that run at once.")] = 16,
     dtype: DType = "float32",
     threads: Threads = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run in --out.")] = False,
+    sinks: Annotated[list[str] | None, typer.Option("--sink", help=f"Also report to: {SINK_WORDS}. May be given several times.")] = None,
 ) -> None:
     """Generate rollouts for a set of prompts; may be interrupted and resumed."""
     with _clear_errors():
@@ -146,7 +161,8 @@ def rollout(
             dtype=dtype,
             drafter=drafter,
             verifier=verifier,
-            budget=budget or f"fixed:{draft_length}",
+            budget=budget,
+            draft_length=draft_length,
             tree_width=widths,
             seed=seed,
             stop=tuple(stop or ()),
@@ -161,7 +177,8 @@ def rollout(
             _composition(context), session.loaded, scheme=scheme, seeded=seed is not None, tree_width=widths, history=history
         )
         made = make(drafter)
-        with closing(JsonlSink(job.events_path)) as sink:
+        place = SinkPlace(folder=out, drafter=drafter, config=asdict(settings))
+        with closing(open_telemetry(JsonlSink(job.events_path), sinks or (), place)) as sink:
             engine = Engine(
                 session.runner,
                 config=EngineConfig(max_batch=max_batch, max_context=session.max_context, scheme=scheme),
@@ -197,9 +214,9 @@ def bench(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 64,
     dtype: DType = "float32",
     temperature: Temperature = 1.0,
-    draft_length: DraftLength = 4,
+    draft_length: DraftLength = 8,
     tree_width: TreeWidth = "1",
-    budget: BudgetOption = None,
+    budget: BudgetOption = AUTO,
     verifier: Verifier = "auto",
     against: Annotated[str, typer.Option("--against", help="Other engines on the same requests: hf, vllm.")] = "",
     repeats: Annotated[int, typer.Option("--repeats", "-r")] = 3,
@@ -209,7 +226,7 @@ def bench(
     """Measure drafters (and other engines) side by side, interleaved in one run."""
     with _clear_errors():
         scheme, widths = parse_scheme(verifier), parse_widths(tree_width)
-        controller = parse_budget(budget, draft_length, widths)
+        parse_budget(budget, draft_length, widths)  # what is wrong with it is said before the model is loaded
         sizes = tuple(_positive(part, "--batch-sizes") for part in batch_sizes.split(","))
         session = open_session(
             _composition(context), model=model, prompts=prompts, dtype=dtype, threads=threads, max_new_tokens=max_new_tokens, report=_say
@@ -222,7 +239,8 @@ def bench(
             max_new_tokens=max_new_tokens,
             dtype=dtype,
             temperature=temperature,
-            budget=budget or f"fixed:{draft_length}",
+            budget=budget,
+            draft_length=draft_length,
             tree_width=widths,
             verifier=verifier,
             against=tuple(name for name in against.split(",") if name),
@@ -235,7 +253,7 @@ def bench(
             runner=session.runner,
             prompts=session.prompts,
             make_drafter=drafter_factory(_composition(context), session.loaded, scheme=scheme, seeded=False, tree_width=widths),
-            controller=controller,
+            make_pilot=lambda: BudgetPilot(parse_budget(budget, draft_length, widths)),
             scheme=scheme,
             baselines=[_baseline(name, _composition(context), session, dtype, max(sizes)) for name in settings.against],
             max_context=session.max_context,

@@ -15,11 +15,12 @@ from shutil import rmtree
 import pyarrow.parquet as pq
 from rich.progress import Progress
 
-from rollout_spec.budget import FixedBudget
 from rollout_spec.composition import Composition
+from rollout_spec.controllers import ThroughputBudget
 from rollout_spec.drafter import Drafter
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.job import JobSettings, RolloutJob
+from rollout_spec.pilot import BudgetPilot
 from rollout_spec.sampling import SamplingParams
 from rollout_spec.session import Session, drafter_factory, open_session
 from rollout_spec.sinks import JsonlSink
@@ -27,7 +28,7 @@ from rollout_spec.verify import Scheme
 
 MODEL, TASK = "smollm2-135m", "gsm_symbolic"
 NUM_SAMPLES, MAX_BATCH = 4, 4
-RETRIEVED, DRAFTED = 4, 2  # draft lengths: a found text costs nothing to draft, a trained drafter a step a token
+LONGEST = 8  # draft
 UNTRAINED = ("none", "ngram", "suffix")
 
 
@@ -35,7 +36,7 @@ UNTRAINED = ("none", "ngram", "suffix")
 class _Contestant:
     name: str
     drafter: Drafter | None
-    draft_length: int
+    pilot: BudgetPilot  # goes on learning from epoch to epoch
     scheme: Scheme | None = None  # None: Gumbel-coupled, as the requests are seeded
 
 
@@ -87,7 +88,7 @@ def run_demo(
                     session.runner,
                     config=EngineConfig(max_batch=MAX_BATCH, max_context=session.max_context, scheme=contestant.scheme),
                     drafter=contestant.drafter,
-                    controller=FixedBudget(draft_length=contestant.draft_length),
+                    controller=contestant.pilot,
                     sink=sink,
                     detokenize=session.loaded.detokenize,
                 )
@@ -102,10 +103,14 @@ def _contestants(composition: Composition, session: Session, trained: Path) -> l
         drafter_factory(composition, session.loaded, scheme=scheme, seeded=True, tree_width=(1,)) for scheme in (None, Scheme.BLOCK)
     )
     return [
-        *(_Contestant(name=name, drafter=coupled(name), draft_length=RETRIEVED) for name in UNTRAINED),
-        _Contestant(name="mtp", drafter=coupled(str(trained)), draft_length=DRAFTED),
-        _Contestant(name="mtp-block", drafter=independent(str(trained)), draft_length=DRAFTED, scheme=Scheme.BLOCK),
+        *(_Contestant(name=name, drafter=coupled(name), pilot=_pilot()) for name in UNTRAINED),
+        _Contestant(name="mtp", drafter=coupled(str(trained)), pilot=_pilot()),
+        _Contestant(name="mtp-block", drafter=independent(str(trained)), pilot=_pilot(), scheme=Scheme.BLOCK),
     ]
+
+
+def _pilot() -> BudgetPilot:
+    return BudgetPilot(ThroughputBudget(max_length=LONGEST))
 
 
 def _job(folder: Path, session: Session, num_prompts: int, length: int, dtype: str, contestant: _Contestant, epoch: int) -> RolloutJob:
@@ -117,7 +122,8 @@ def _job(folder: Path, session: Session, num_prompts: int, length: int, dtype: s
         dtype=dtype,
         drafter=contestant.name,
         verifier="auto" if contestant.scheme is None else contestant.scheme.value,
-        budget=f"fixed:{contestant.draft_length}",
+        budget=contestant.pilot.controller.name,
+        draft_length=LONGEST,
         tree_width=(1,),
         seed=epoch,
         stop=(),

@@ -68,6 +68,7 @@ class DrafterNeeds:
 
     hidden_layers: tuple[int, ...] = ()
     run_target: bool = False
+    every_round: bool = False  # propose is called for all requests of every round; else only for those, and when, a budget is above 0
     draws: frozenset[Draw] = field(default_factory=lambda: frozenset({Draw.DETERMINISTIC}))  # kinds of trees it can make
 
 
@@ -82,7 +83,10 @@ class Drafter(Protocol):
         """A request begins to run (also after a preemption)."""
 
     def propose(self, context: DraftContext, budget: Budget) -> DraftTree:
-        """Trees for all running requests, within the budget (0 nodes where the budget or the drafter says so)."""
+        """Trees for the context's requests, within the budget (0 nodes where the budget or the drafter says so).
+
+        Requests whose budget is 0 are left out, with the states that they would bring; these come together the next time.
+        """
 
     def observe(self, context: DraftContext, tree: DraftTree, verdict: Verdict) -> None:
         """What became of the proposal; context is the one given to ``propose``."""

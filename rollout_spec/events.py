@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +43,12 @@ class RoundEvent:
     rounds_by_context: tuple[int, ...] = ()  # requests of this round
     drafted_by_context: tuple[int, ...] = ()  # their draft tokens
     accepted_by_context: tuple[int, ...] = ()  # those that they kept
+    draft_depth: int = -1  # of the deepest node that was drafted, reached or not; -1 = the log does not say
+    # What the budget's controller expected; NaN where it predicts nothing, and in logs of versions that did not.
+    predicted_accept_prob: float = math.nan  # of the first drafted token, mean over the requests that had one
+    predicted_accepted_tokens: float = math.nan
+    predicted_round_s: float = math.nan
+    budget_s: float = math.nan  # deciding and learning: in draft_s and other_s too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +87,24 @@ class BudgetEvent:
     round_index: int
     controller: str
     draft_lengths: tuple[int, ...]
-    reason: str
+    reason: str  # docs/budget.md lists them
+    # What was expected of it; empty and NaN where the controller predicts nothing, and in older logs.
+    predicted_accept_by_depth: tuple[float, ...] = ()
+    predicted_accepted_tokens: float = math.nan  # all requests together
+    predicted_round_s: float = math.nan
+    predicted_gain: float = math.nan  # tokens a second over those of the same round without a draft, minus 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterStaleEvent:
+    """The drafter accepts clearly less than when its weights were new, and the policy's entropy does not explain it."""
+
+    round_index: int
+    drafter: str
+    weights_version: int  # of the policy
+    accept_prob: float  # of a first drafted token, at the mean entropy of now
+    reference_accept_prob: float  # what it was at that entropy when the drafter's weights were new
+    mean_entropy: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +124,7 @@ class TrainEvent:
     metrics: dict[str, float]
 
 
-Event = RoundEvent | RequestEvent | PrefillEvent | WeightSyncEvent | BudgetEvent | SinkEvent | TrainEvent
+Event = RoundEvent | RequestEvent | PrefillEvent | WeightSyncEvent | BudgetEvent | DrafterStaleEvent | SinkEvent | TrainEvent
 
 
 class EventSink(Protocol):

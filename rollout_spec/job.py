@@ -60,6 +60,7 @@ class JobSettings:
     drafter: str
     verifier: str
     budget: str
+    draft_length: int  # the deepest that the budget may choose
     tree_width: tuple[int, ...]
     seed: int | None
     stop: tuple[str, ...]

@@ -15,6 +15,7 @@ import torch
 
 from rollout_spec.budget import BudgetController, FixedBudget
 from rollout_spec.composition import Composition, DrafterOptions, draw_for
+from rollout_spec.controllers import BatchTableBudget, EntropyBudget, ThroughputBudget
 from rollout_spec.drafter import Drafter
 from rollout_spec.engine.load import LoadedModel, load_model, make_runner
 from rollout_spec.engine.runner import ModelRunner
@@ -91,16 +92,22 @@ def parse_widths(text: str) -> tuple[int, ...]:
     return widths
 
 
-def parse_budget(text: str | None, draft_length: int, tree_width: tuple[int, ...]) -> BudgetController:
-    """ "off", "fixed:K", or None for a fixed budget of draft_length."""
-    if text is None:
-        return FixedBudget(draft_length=draft_length, tree_width=tree_width)
-    if text == "off":
-        return FixedBudget(draft_length=0, tree_width=tree_width)
+def parse_budget(text: str, draft_length: int, tree_width: tuple[int, ...]) -> BudgetController:
+    """A controller by name; draft_length is the deepest that "auto" and "entropy" go, and 0 turns drafting off under any name."""
+    if draft_length < 0:
+        raise ValueError(f"draft_length must be 0 or more, got {draft_length}")
     kind, _, value = text.partition(":")
-    if kind != "fixed" or not value.isdecimal():
-        raise ValueError(f"--budget {text!r}: give off or fixed:K, like fixed:4")
-    return FixedBudget(draft_length=int(value), tree_width=tree_width)
+    if text == "off" or draft_length == 0:
+        return FixedBudget(draft_length=0, tree_width=tree_width)
+    if text == AUTO:
+        return ThroughputBudget(max_length=draft_length, tree_width=tree_width)
+    if text == "entropy":
+        return EntropyBudget(max_length=draft_length, tree_width=tree_width)
+    if kind == "fixed" and value.isdecimal():
+        return FixedBudget(draft_length=int(value), tree_width=tree_width)
+    if kind == "batch_table" and value:
+        return BatchTableBudget.load(Path(value), tree_width)
+    raise ValueError(f"--budget {text!r}: give off, fixed:K (like fixed:4), batch_table:FILE, entropy or auto")
 
 
 def parse_logit_bias(text: str | None) -> dict[int, float]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rollout_spec.budget import BudgetController, FixedBudget
+from rollout_spec.budget import BudgetController
+from rollout_spec.controllers import ThroughputBudget
 from rollout_spec.drafter import Drafter
 from rollout_spec.engine import weights as weight_sync
 from rollout_spec.engine.drafter_sync import DrafterSync
@@ -29,6 +30,7 @@ from rollout_spec.engine.scheduler import PrefillChunk, Scheduler
 from rollout_spec.engine.states import StateBuffer
 from rollout_spec.errors import RequestError
 from rollout_spec.events import Event, EventSink, PrefillEvent, RequestEvent, WeightSyncEvent
+from rollout_spec.pilot import BudgetPilot
 from rollout_spec.sinks import TeeSink
 from rollout_spec.tree import Draw
 from rollout_spec.verify import EXACT_ON, Scheme, VerifyFn
@@ -60,7 +62,7 @@ class Engine:
         *,
         config: EngineConfig | None = None,
         drafter: Drafter | None = None,
-        controller: BudgetController | None = None,
+        controller: BudgetController | BudgetPilot | None = None,  # None: ThroughputBudget; a pilot brings what it has learnt
         sink: EventSink | None = None,
         detokenize: Detokenize | None = None,
         verify: VerifyFn | None = None,  # None: that of the runner's operations
@@ -88,7 +90,7 @@ class Engine:
             kv=self._kv,
             states=self._states,
             drafter=drafter,
-            controller=FixedBudget(draft_length=4) if controller is None else controller,
+            pilot=controller if isinstance(controller, BudgetPilot) else BudgetPilot(controller or ThroughputBudget()),
             scheme=self.config.scheme,
             verify=runner.ops.verify if verify is None else verify,
             max_tree_nodes=self.config.max_tree_nodes,
@@ -106,7 +108,7 @@ class Engine:
         dtype: str = "float32",
         config: EngineConfig | None = None,
         drafter: Drafter | None = None,
-        controller: BudgetController | None = None,
+        controller: BudgetController | BudgetPilot | None = None,
         sink: EventSink | None = None,
         ops: Ops | None = None,
     ) -> Engine:
@@ -123,6 +125,11 @@ class Engine:
         )
         engine.tokenizer = loaded.tokenizer
         return engine
+
+    @property
+    def pilot(self) -> BudgetPilot:
+        """The budget's controller with its entropy monitor (``pilot.monitor.stale``) and costs."""
+        return self._loop.pilot
 
     # Requests in, completions out
 
@@ -209,6 +216,7 @@ class Engine:
             )
         )
         self._drafter_sync.target_updated(version)
+        self.pilot.target_updated()
         return report
 
     def update_drafter(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> weight_sync.WeightsReport:
@@ -217,7 +225,9 @@ class Engine:
         Raises ValueError if there is no drafter with weights of its own, or a tensor is unknown, missing, misshapen or not finite (it is
         named, and nothing is changed then); RuntimeError if a weight of the target is another afterwards.
         """
-        return self._drafter_sync.update(named_tensors, version)
+        report = self._drafter_sync.update(named_tensors, version)
+        self.pilot.drafter_updated()
+        return report
 
     def emit(self, event: Event) -> None:
         """An event of whoever serves the engine, among its own."""
@@ -269,6 +279,7 @@ class Engine:
     def _finish(self, running: RunningRequest) -> None:
         self._scheduler.remove(running)
         self._states.drop(running.request_id)
+        self.pilot.finish(running.request_id)
         if self.drafter is not None and running.drafter_knows:
             self.drafter.finish(running.view)
         completion = running.completion(self.detokenize)

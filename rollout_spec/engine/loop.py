@@ -8,26 +8,52 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rollout_spec.budget import Budget, BudgetController, BudgetSignals
+from rollout_spec.budget import Budget
+from rollout_spec.cost import RoundShape
 from rollout_spec.drafter import DraftContext, Drafter
 from rollout_spec.engine.kv import KVSlots
-from rollout_spec.engine.rounds import acceptance_counts, counts_by_context, draft_faults, emissions_of, kv_moves, round_input
+from rollout_spec.engine.rounds import (
+    acceptance_counts,
+    counts_by_context,
+    draft_faults,
+    emissions_of,
+    kv_moves,
+    round_input,
+    spread_tree,
+    tree_depth,
+    verdict_of,
+)
 from rollout_spec.engine.runner import ModelRunner, StepOutput
 from rollout_spec.engine.running import Detokenize, Emission, RunningRequest, last_tokens, slot_indices
 from rollout_spec.engine.states import StateBuffer
 from rollout_spec.engine.target import LogitsTarget, TargetAccess
 from rollout_spec.events import EventSink, RoundEvent
+from rollout_spec.pilot import BudgetPilot, RoundReport, expected_of, outcome_of
 from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verdict import Verdict
 from rollout_spec.verify import CounterNoise, Scheme, VerifyFn, default_scheme
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Draft:
+    """What was drafted for a round, and for whom: the drafter sees only requests whose budget is above 0."""
+
+    tree: DraftTree  # of all B requests
+    budget: Budget
+    context: DraftContext | None = None  # as the drafter saw it; None if it did not run
+    requests: Tensor | None = None  # [A] those requests; None = all
+    own_tree: DraftTree | None = None  # [A] theirs
+    num_new_states: int = 0
+    decide_s: float = 0.0
+
+
 class RoundLoop:
-    """Holds what a round needs; its only own state is the controller's and a counter."""
+    """Holds what a round needs; its only own state is a counter."""
 
     def __init__(
         self,
@@ -36,24 +62,24 @@ class RoundLoop:
         kv: KVSlots,
         states: StateBuffer,
         drafter: Drafter | None,
-        controller: BudgetController,
+        pilot: BudgetPilot,
         scheme: Scheme | None,
         verify: VerifyFn,
         max_tree_nodes: int,
         sink: EventSink,
     ) -> None:
         self._runner, self._kv, self._states, self._drafter = runner, kv, states, drafter
-        self._controller, self._scheme, self._verify = controller, scheme, verify
+        self.pilot, self._scheme, self._verify = pilot, scheme, verify
         self._max_tree_nodes, self._sink = max_tree_nodes, sink
-        self._controller_state: object = None
         self._round_index = 0
 
     def run(self, ready: Sequence[RunningRequest], weights_version: int, detokenize: Detokenize | None) -> None:
         """Advance every ready request by one to depth + 1 tokens; those that are done have their finish_reason set."""
         began = time.perf_counter()
         context_lengths = torch.tensor([request.num_cached for request in ready])
-        context, tree = self._draft(ready, context_lengths, weights_version)
-        drafted = time.perf_counter()
+        self._states.enter(ready)
+        draft = self._draft(ready, context_lengths, weights_version)
+        tree, drafted = draft.tree, time.perf_counter()
         step = round_input(tree, last_tokens(ready), context_lengths, slot_indices(ready), self._states.layers)
         built = time.perf_counter()
         out = self._runner.forward(step, self._kv)
@@ -72,14 +98,16 @@ class RoundLoop:
         verified = time.perf_counter()
         for index in target.failed:
             ready[index].fail("the model's logits are not finite (NaN or infinity): check the weights of the last update")
-        if self._drafter is not None and context is not None:
-            self._drafter.observe(context, tree, verdict)
+        if self._drafter is not None and draft.context is not None and draft.own_tree is not None:
+            own = verdict if draft.requests is None else verdict_of(verdict, draft.requests)
+            self._drafter.observe(draft.context, draft.own_tree, own)
         emissions = emissions_of(tree, verdict)
         emitted = self._commit(ready, tree, verdict, emissions, out, step.plan.row_offsets, context_lengths, weights_version, detokenize)
         ended = time.perf_counter()
+        learn_s = self._learn(ready, draft, verdict, context_lengths, step.plan.num_rows, drafted - began, ended - drafted, weights_version)
         self._emit_event(
             ready,
-            tree,
+            draft,
             verdict,
             emissions,
             emitted,
@@ -88,36 +116,92 @@ class RoundLoop:
                 drafted - began,
                 forwarded - built + target.head_s,
                 verified - forwarded - target.head_s,
-                built - drafted + ended - verified,
+                built - drafted + ended - verified + learn_s,
             ),
+            budget_s=draft.decide_s + learn_s,
             weights_version=weights_version,
             scheme=scheme,
         )
 
-    def _draft(
-        self, ready: Sequence[RunningRequest], context_lengths: Tensor, weights_version: int
-    ) -> tuple[DraftContext | None, DraftTree]:
+    def _draft(self, ready: Sequence[RunningRequest], context_lengths: Tensor, weights_version: int) -> _Draft:
+        batch = len(ready)
         if self._drafter is None:
-            return None, DraftTree.empty(len(ready))
-        signals = BudgetSignals(
-            remaining=torch.tensor([request.remaining for request in ready]),
-            context_lengths=context_lengths,
-            entropies=torch.tensor([request.last_entropy for request in ready], dtype=torch.float64),
-            request_ids=tuple(request.request_id for request in ready),
-        )
-        budget, self._controller_state = self._controller.decide(signals, self._controller_state)
+            return _Draft(tree=DraftTree.empty(batch), budget=Budget(draft_lengths=torch.zeros(batch, dtype=torch.int64)))
+        began = time.perf_counter()
+        ids = tuple([request.request_id for request in ready])
+        budget = self.pilot.decide(ids, torch.tensor([request.remaining for request in ready]), context_lengths)
+        decide_s = time.perf_counter() - began
         for request in ready:
             if not request.drafter_knows:
                 self._drafter.start(request.view)
                 request.drafter_knows = True
-        needs_target = self._drafter.needs.run_target
+        every = self._drafter.needs.every_round
+        wanted = torch.arange(batch) if every else budget.draft_lengths.nonzero()[:, 0]
+        if not wanted.numel():
+            return _Draft(tree=DraftTree.empty(batch), budget=budget, decide_s=decide_s)
+        partial = wanted.numel() < batch
+        asked = [ready[index] for index in wanted.tolist()] if partial else ready
+        own = dataclasses.replace(budget, draft_lengths=budget.draft_lengths[wanted]) if partial else budget
+        contexts = context_lengths[wanted] if partial else context_lengths
+        states = self._states.take(asked)
         context = DraftContext(
-            requests=[request.view for request in ready],
+            requests=[request.view for request in asked],
             weights_version=weights_version,
-            states=self._states.take(ready),
-            run_target=TargetAccess(self._runner, self._kv, ready, context_lengths) if needs_target else None,
+            states=states,
+            run_target=TargetAccess(self._runner, self._kv, asked, contexts) if self._drafter.needs.run_target else None,
         )
-        return context, self._checked(self._drafter.propose(context, budget), budget, ready)
+        tree = self._checked(self._drafter.propose(context, own), own, asked)
+        return _Draft(
+            tree=spread_tree(tree, wanted, batch) if partial else tree,
+            budget=budget,
+            context=context,
+            requests=wanted if partial else None,
+            own_tree=tree,
+            num_new_states=0 if states is None else states.positions.numel(),
+            decide_s=decide_s,
+        )
+
+    def _learn(
+        self,
+        ready: Sequence[RunningRequest],
+        draft: _Draft,
+        verdict: Verdict,
+        context_lengths: Tensor,
+        num_rows: int,
+        draft_s: float,
+        rest_s: float,
+        weights_version: int,
+    ) -> float:
+        """Tell the pilot of the round, and the sink what is worth telling of the decision. Returns the seconds that took."""
+        if self._drafter is None:
+            return 0.0
+        began = time.perf_counter()
+        tree, lengths = draft.tree, draft.budget.draft_lengths
+        assert verdict.entropies is not None
+        depths = torch.arange(1, tree.max_nodes + 1) * tree.valid() if tree.is_chain() else tree.depths()
+        report = RoundReport(
+            outcome=outcome_of(
+                tuple([request.request_id for request in ready]),
+                asked=lengths,
+                accept_probs=verdict.accept_probs,
+                num_accepted=verdict.num_accepted,
+                node_depths=depths,
+                entropies=verdict.entropies,
+            ),
+            shape=RoundShape(
+                num_requests=len(ready),
+                num_rows=num_rows,
+                depth=draft.budget.max_depth,
+                context=int(context_lengths.sum()),
+                num_new_states=draft.num_new_states,
+            ),
+            draft_s=draft_s - draft.decide_s,
+            rest_s=rest_s,
+        )
+        found_stale = self.pilot.observe(report)
+        for event in self.pilot.events(self._round_index, draft.budget, weights_version, self._drafter.name, found_stale=found_stale):
+            self._sink.emit(event)
+        return time.perf_counter() - began
 
     def _checked(self, tree: DraftTree, budget: Budget, ready: Sequence[RunningRequest]) -> DraftTree:
         """Requests whose draft is faulty are failed and lose their draft; the others go on."""
@@ -186,13 +270,14 @@ class RoundLoop:
     def _emit_event(
         self,
         ready: Sequence[RunningRequest],
-        tree: DraftTree,
+        draft: _Draft,
         verdict: Verdict,
         emissions: Sequence[Sequence[Emission]],
         kept: tuple[int, list[int]],
         *,
         context_lengths: Sequence[int],
         seconds: tuple[float, float, float, float],
+        budget_s: float,
         weights_version: int,
         scheme: Scheme,
     ) -> None:
@@ -200,7 +285,7 @@ class RoundLoop:
         drafted, accepted, mean_probs = acceptance_counts(verdict, live)
         entropies = [emission.entropy for emitted, alive in zip(emissions, live, strict=True) if alive for emission in emitted]
         draft_s, target_s, verify_s, other_s = seconds
-        num_drafted = [nodes if alive else 0 for nodes, alive in zip(tree.num_nodes.tolist(), live, strict=True)]
+        num_drafted = [nodes if alive else 0 for nodes, alive in zip(draft.tree.num_nodes.tolist(), live, strict=True)]
         by_context = counts_by_context(context_lengths, live, num_drafted, kept[1])
         self._sink.emit(
             RoundEvent(
@@ -223,6 +308,9 @@ class RoundLoop:
                 rounds_by_context=by_context[0],
                 drafted_by_context=by_context[1],
                 accepted_by_context=by_context[2],
+                draft_depth=tree_depth(draft.tree),
+                budget_s=budget_s,
+                **({} if self._drafter is None else expected_of(draft.budget.decision)),
             )
         )
         self._round_index += 1

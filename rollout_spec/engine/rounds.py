@@ -5,6 +5,7 @@ Shape legend: B requests, N nodes (padded), R rows (each request's root, then it
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Sequence
@@ -64,6 +65,29 @@ def ancestor_words(tree: DraftTree) -> Tensor:
     sees[:, :, 0] = True
     sees[:, 1:, 1:] = tree.ancestors()
     return mask_words(sees)
+
+
+def spread_tree(tree: DraftTree, requests: Tensor, batch_size: int) -> DraftTree:
+    """The trees of some requests [A] of a batch, with trees without a node for the others."""
+
+    def spread(values: Tensor) -> Tensor:
+        return values.new_zeros(batch_size, *values.shape[1:]).index_copy_(0, requests, values)
+
+    # Parents of padding are those of a chain, so that chains stay recognisable at a glance.
+    parents = torch.arange(-1, tree.max_nodes - 1, device=tree.device).repeat(batch_size, 1).index_copy_(0, requests, tree.parents)
+    return dataclasses.replace(
+        tree,
+        token_ids=spread(tree.token_ids),
+        parents=parents,
+        num_nodes=spread(tree.num_nodes),
+        draft_probs=None if tree.draft_probs is None else spread(tree.draft_probs),
+    )
+
+
+def verdict_of(verdict: Verdict, requests: Tensor) -> Verdict:
+    """The part of a verdict that concerns some requests [A]."""
+    present = {name: value for name, value in vars(verdict).items() if value is not None}
+    return dataclasses.replace(verdict, **{name: value[requests] for name, value in present.items()})
 
 
 def emissions_of(tree: DraftTree, verdict: Verdict) -> list[list[Emission]]:
@@ -162,3 +186,10 @@ def counts_by_context(
             drafted[bucket] += drafts
             accepted[bucket] += kept
     return tuple(rounds), tuple(drafted), tuple(accepted)
+
+
+def tree_depth(tree: DraftTree) -> int:
+    """Depth of the deepest node of all requests; 0 when nothing was drafted."""
+    if tree.max_nodes == 0:
+        return 0
+    return int(tree.num_nodes.max() if tree.is_chain() else torch.where(tree.valid(), tree.depths(), 0).max())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,13 +17,33 @@ from rollout_spec.engine.runner import StepInput, StepOutput
 from rollout_spec.engine.running import RunningRequest
 from rollout_spec.engine.scheduler import PrefillChunk
 
+_FEW = 32  # pieces of a request that may lie about unmerged
+
+
+@dataclass(kw_only=True)
+class _Pile:
+    """States of one request, in the order of their positions. Without a draft it grows by a piece a round, up to the whole context."""
+
+    pieces: list[tuple[range, dict[int, Tensor]]] = field(default_factory=list)  # positions, layer -> their states
+    num_loose: int = 0  # last pieces that are one round's each
+
+    def add(self, positions: range, states: dict[int, Tensor]) -> None:
+        self.pieces.append((positions, states))
+        self.num_loose += 1
+        if self.num_loose == _FEW:
+            # Merged they no longer are views that each hold a whole round's states in memory, and there are few of them.
+            loose = self.pieces[-_FEW:]
+            whole = range(loose[0][0].start, loose[-1][0].stop)
+            self.pieces[-_FEW:] = [(whole, {layer: torch.cat([states[layer] for _, states in loose]) for layer in states})]
+            self.num_loose = 0
+
 
 class StateBuffer:
     """Keeps, per request, the states of committed tokens that the drafter has not seen yet, and each slot's prompt states."""
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
-        self._pending: dict[str, list[tuple[range, dict[int, Tensor]]]] = {}  # positions, layer -> their states
+        self._pending: dict[str, _Pile] = {}
         self._begun: set[str] = set()  # requests whose states from position 0 were queued under the present weights
 
     def add_prefill(self, chunk: PrefillChunk, step: StepInput, out: StepOutput) -> None:
@@ -37,15 +58,21 @@ class StateBuffer:
                 held = request.slot.taps.get(layer)
                 request.slot.taps[layer] = new if held is None or held.shape[0] == 0 else torch.cat([held, new])
 
-    def begin(self, request: RunningRequest) -> None:
-        """A request enters its first round: the drafter gets the states of all tokens computed so far."""
+    def enter(self, requests: Sequence[RunningRequest]) -> None:
+        """These take part in a round. What a request has computed before its first one is pending from then on, whoever drafts when."""
+        if self.layers:
+            for request in requests:
+                if request.request_id not in self._begun:
+                    self._begin(request)
+
+    def _begin(self, request: RunningRequest) -> None:
         self._begun.add(request.request_id)
-        if self.layers and request.slot is not None and not request.num_cached:
+        if request.slot is not None and not request.num_cached:
             # A prompt of one token: the slot holds no state, and what it will hold must not be shared as if it had states.
             request.slot.taps = dict.fromkeys(self.layers, torch.empty(0))
-        if self.layers and request.slot is not None and request.num_cached:
+        if request.slot is not None and request.num_cached:
             assert all(tap.shape[0] == request.num_cached for tap in request.slot.taps.values())
-            self._pending[request.request_id] = [(range(request.num_cached), dict(request.slot.taps))]
+            self._pending[request.request_id] = _Pile(pieces=[(range(request.num_cached), dict(request.slot.taps))])
 
     def add_round(self, requests: Sequence[RunningRequest], rows: Sequence[Sequence[int]], taps: Mapping[int, Tensor]) -> None:
         """States of the rows that a round commits (root, then accepted path), which lie behind what each request has cached so far."""
@@ -55,16 +82,13 @@ class StateBuffer:
             chosen = slice(own[0], own[-1] + 1) if adjoining else torch.tensor(own)
             positions = range(request.num_cached, request.num_cached + len(own))
             piece = {layer: taps[layer][chosen] for layer in self.layers}
-            self._pending.setdefault(request.request_id, []).append((positions, piece))
+            self._pending.setdefault(request.request_id, _Pile()).add(positions, piece)
 
     def take(self, requests: Sequence[RunningRequest]) -> TargetStates | None:
         """Everything pending for these requests, in their order; after ``clear``, a request's states from position 0 once more."""
         if not self.layers:
             return None
-        for request in requests:
-            if request.request_id not in self._begun:
-                self.begin(request)
-        parts = [self._pending.pop(request.request_id, []) for request in requests]
+        parts = [self._pending.pop(request.request_id, _Pile()).pieces for request in requests]
         offsets = list(itertools.accumulate((sum(len(positions) for positions, _ in part) for part in parts), initial=0))
         flat = [piece for part in parts for piece in part]
         if not flat:

@@ -6,6 +6,7 @@ Shape legend: B requests, R rows of new target states, K slots, W nodes of a lev
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from rollout_spec.budget import Budget
 from rollout_spec.drafter import DraftContext, DrafterNeeds, RequestView, TargetStates
-from rollout_spec.drafters.ddtree import ddtree
+from rollout_spec.drafters.ddtree import best_nodes, throughput_sizes
 from rollout_spec.drafters.grow import TreeGrower
 from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.weights import checked
@@ -25,6 +26,9 @@ from rollout_spec.verify.categorical import inverse_cdf
 from rollout_spec_mtp.block.context import ContextCache, request_slots
 from rollout_spec_mtp.block.model import BlockModel
 from rollout_spec_mtp.block.served import PackedBlock
+
+_PROMISE_MEMORY = 200.0  # promised tokens that the rate of kept promises remembers
+_FIRST_PROMISES = 20.0  # and how many it takes for kept at first
 
 
 class BlockDrafter:
@@ -52,6 +56,8 @@ class BlockDrafter:
         self._cache = ContextCache(self._packed.make_slots, margin=model.config.block_size)
         self._head = ops.pack_linear(self._head_weight(), None, torch.float32)
         self._sampling: dict[str, SamplingParams] = {}  # the part of each request's parameters that drafts follow
+        self._promised = 0.0  # accepted tokens that the latest best trees' scores promise
+        self._sums = (_FIRST_PROMISES, _FIRST_PROMISES)  # accepted, promised; faded
         self.vocab_size: int | None = model.policy.vocab_size
         self.needs = DrafterNeeds(hidden_layers=model.config.target_layers, draws=frozenset(Draw))
         self.weights_version = 0
@@ -72,8 +78,16 @@ class BlockDrafter:
         self._cache.close(request.request_id)
         del self._sampling[request.request_id]
 
-    def observe(self, context: DraftContext, tree: DraftTree, verdict: Verdict) -> None:
-        pass
+    def observe(self, context: DraftContext, tree: DraftTree, verdict: Verdict) -> None:  # noqa: ARG002
+        if self._promised:
+            fade = math.exp(-self._promised / _PROMISE_MEMORY)
+            self._sums = (self._sums[0] * fade + float(verdict.num_accepted.sum()), self._sums[1] * fade + self._promised)
+            self._promised = 0.0
+
+    @property
+    def _kept_rate(self) -> float:
+        """Accepted tokens for each that the scores of best trees promised."""
+        return self._sums[0] / self._sums[1]
 
     def propose(self, context: DraftContext, budget: Budget) -> DraftTree:
         if self._draw is Draw.SAMPLED and max(budget.tree_width) > 1:
@@ -138,14 +152,21 @@ class BlockDrafter:
         return DraftTree.chains(tokens, lengths, Draw.SAMPLED, draft_probs=probs, draft_token_ids=ids)
 
     def _best_tree(self, log_probs: Tensor, budget: Budget) -> DraftTree:
-        lengths = budget.draft_lengths
-        if self._tree_nodes is None:
-            num_nodes = torch.tensor([_full_tree(budget, depth) for depth in range(budget.max_depth + 1)])[lengths]
-        else:
+        """As many nodes as set, else as pay by the budget's costs, else as the widths would give."""
+        lengths, growth = budget.draft_lengths, budget.growth
+        if self._tree_nodes is not None:
             num_nodes = torch.where(lengths > 0, self._tree_nodes, 0)
+        elif growth is not None:
+            num_nodes = torch.where(lengths > 0, growth.max_nodes, 0)
+        else:
+            num_nodes = torch.tensor([_full_tree(budget, depth) for depth in range(budget.max_depth + 1)])[lengths]
         top = log_probs.topk(min(int(num_nodes.max()), log_probs.shape[2]), dim=-1)
         ids = self._model.draft_token_ids
-        return ddtree(top.values, top.indices if ids is None else ids[top.indices], num_nodes, lengths)
+        nodes = best_nodes(top.values, num_nodes, lengths)
+        sizes = nodes.num_nodes if growth is None or self._tree_nodes is not None else throughput_sizes(nodes, growth, self._kept_rate)
+        kept = torch.arange(nodes.log_probs.shape[1]) < sizes[:, None]
+        self._promised = float(nodes.log_probs.exp()[kept].sum())
+        return nodes.tree(top.indices if ids is None else ids[top.indices], sizes)
 
     def _take(self, requests: Sequence[RequestView], states: TargetStates) -> None:
         """Keys and values of the states that came since the last round, into their requests' slots."""

@@ -61,7 +61,7 @@ class TapDrafter:
     vocab_size: int | None = None
 
     def __init__(self, hidden_layers: tuple[int, ...]) -> None:
-        self.needs = DrafterNeeds(hidden_layers=hidden_layers)
+        self.needs = DrafterNeeds(hidden_layers=hidden_layers, every_round=True)
         self._states: dict[str, list[Mapping[int, Tensor]]] = {}
         self.newest: dict[str, RequestView] = {}  # of the last round
 

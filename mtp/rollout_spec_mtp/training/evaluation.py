@@ -62,7 +62,7 @@ class RecordingDrafter:
         self._inner = inner
         self.vocab_size = inner.vocab_size
         layers = tuple(sorted({-1, *inner.needs.hidden_layers}))
-        self.needs = DrafterNeeds(hidden_layers=layers, run_target=inner.needs.run_target, draws=inner.needs.draws)
+        self.needs = DrafterNeeds(hidden_layers=layers, run_target=inner.needs.run_target, every_round=True, draws=inner.needs.draws)
         self.reached: dict[str, list[Reached]] = {}
         self._states: dict[str, list[Mapping[int, Tensor]]] = {}
 

@@ -1,0 +1,81 @@
+"""When to look again: probes while nothing is drafted, and rounds without a draft while everything is.
+
+Both are rare, and what they look at is what the ordinary rounds of that time do not show. Probes may take a share of the time: a cheap
+drafter is probed often, one whose drafts take as long as a round seldom.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    """Shares are of all time, counts are of rounds."""
+
+    first_share: float = 0.012  # spent on probes after something changed ...
+    backoff: float = 0.75  # ... times this after each probe that changed nothing ...
+    last_share: float = 0.003  # ... down to this
+    at_least: int = 8  # rounds between two probes
+    at_most: int = 400
+    length: int = 1  # drafted tokens of a probe
+    num_requests: int = 2  # drafted for in a probe, in rotation, or a part of the batch:
+    batch_share: float = 0.125
+    entropy_change: float = 0.2  # relative change of the policy's entropy after which a probe is due as after a change of weights
+    reference_every: int = 96  # rounds between two without a draft, where the advantage is small
+    small_advantage: float = 0.2  # expected gain below which it is
+
+    def __post_init__(self) -> None:
+        for name in ("at_least", "length", "num_requests", "reference_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.at_most < self.at_least:
+            raise ValueError(f"at_most {self.at_most} is less than at_least {self.at_least}")
+        if not 0 < self.last_share <= self.first_share <= 1:
+            raise ValueError(f"0 < last_share <= first_share <= 1 does not hold for {self.last_share} and {self.first_share}")
+        if not 0 < self.backoff <= 1:
+            raise ValueError(f"backoff must be in (0, 1], got {self.backoff}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeState:
+    """Immutable: a decision returns the next one."""
+
+    epoch: int = -1  # of the forecast that it belongs to
+    entropy: float = 0.0  # when patience started
+    share: float = 0.0  # of the time that probes may take now
+    drafting: bool = False  # what the latest ordinary decision was
+    num_off: int = 0  # rounds without a draft since the last probe
+    num_drafting: int = 0  # rounds with a draft since the last one without
+    turn: int = 0  # of the rotation of requests
+
+    def enter(self, epoch: int, entropy: float, config: ProbeConfig) -> ProbeState:
+        """Weights, the law or the policy's entropy changed: patience starts again."""
+        if epoch == self.epoch and abs(entropy - self.entropy) <= config.entropy_change * (self.entropy + 0.25):
+            return self
+        return replace(self, epoch=epoch, entropy=entropy, share=config.first_share)
+
+    def wants_probe(self, cost: float, config: ProbeConfig) -> bool:
+        """cost: how much longer than another a round with a probe takes, relatively; what it drafts is not lost, but likely refused."""
+        return self.num_off >= min(max(max(cost, 0.0) / self.share, config.at_least), config.at_most)
+
+    def wants_reference(self, gain: float, config: ProbeConfig) -> bool:
+        return self.num_drafting >= config.reference_every and gain < config.small_advantage
+
+    def probed(self, num_requests: int, config: ProbeConfig) -> ProbeState:
+        share = max(self.share * config.backoff, config.last_share)
+        return replace(self, drafting=False, num_off=0, share=share, turn=self.turn + num_requests)
+
+    def stayed_off(self) -> ProbeState:
+        return replace(self, drafting=False, num_off=self.num_off + 1, num_drafting=0)
+
+    def drafted(self, config: ProbeConfig) -> ProbeState:
+        return replace(self, drafting=True, num_off=0, share=config.first_share, num_drafting=self.num_drafting + 1)
+
+    def looked_without(self) -> ProbeState:
+        return replace(self, num_drafting=0)
+
+    def chosen(self, batch: int, config: ProbeConfig) -> list[int]:
+        """Whom a probe drafts for."""
+        wanted = max(config.num_requests, round(config.batch_share * batch))
+        return [(self.turn + i) % batch for i in range(min(wanted, batch))]

@@ -1,0 +1,471 @@
+"""EntropyMonitor: how many of the next draft's tokens will be accepted, judged by the policy's entropy and by what was accepted so far.
+
+The entropy law (Bebop, arXiv 2606.12370) says that acceptance falls about linearly with the policy's entropy H. The monitor fits it online,
+``α_d = c_d + m H`` with one slope for all depths, from counts that fade; H is a request's recent mean, for a single position's entropy says
+little (docs/drafters.md). What a request accepts beyond the law is its own offset, trusted as far as requests are found to differ. A jump
+that H does not explain is noticed by a cumulative sum, and moves the law at once.
+
+Shape legend: B requests in a round, D depths (entry 0 is depth 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_NEW_TOKENS = 6.0  # that a new request's entropy is taken for the batch's
+_ENTROPY_ROUNDS = 6.0  # tokens a request that the batch's mean entropy remembers
+_JUDGED_KEPT = 0.1  # of what the drafter was judged by, after the policy's weights changed
+_FIRST_LOOK = 64.0  # first-depth observations of new drafter weights before anything is said about them
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """Time constants and priors. Observations are acceptance probabilities (or 0 and 1) of single depths of single requests."""
+
+    max_depth: int = 16  # deeper drafts are judged as this deep
+    law_memory: float = 3000.0  # observations that the law remembers
+    entropy_memory: float = 24.0  # tokens that a request's mean entropy remembers
+    offset_memory: float = 40.0  # observations that a request's own offset remembers
+    prior_accept: float = 0.5  # of the first depth, before anything was seen ...
+    prior_weight: float = 4.0  # ... and how many observations that is worth
+    depth_ratio: float = 0.93  # of a depth's acceptance to that of the depth before, until it is seen
+    prior_slope: float = -0.04  # per nat; sampled drafts .03, greedy ones .07 (docs/drafters.md) ...
+    slope_weight: float = 30.0  # ... worth so many observations a squared nat
+    jump_slack: float = 0.5  # standard deviations a round that no jump explains
+    jump_threshold: float = 6.0  # and their sum that means a jump
+    version_memory: float = 0.4  # what earlier observations count after the policy's weights changed
+    drafter_memory: float = 0.1  # and after the drafter's did
+    stale_below: float = 0.75  # stale is a first acceptance below this part of what the law said when the drafter's weights were new
+    fresh_above: float = 0.85  # above which it is no longer
+    slope_doubt: float = 0.04  # acceptance a nat that the slope may be wrong by
+    reference_size: float = 600.0  # observations of new drafter weights that make what they are held to later
+    judged_per_request: float = 16.0  # first observations of a request, since the policy's last update, that the drafter is judged by
+    judged_memory: float = 200.0  # how many of them are remembered
+
+    def __post_init__(self) -> None:
+        if self.max_depth < 1:
+            raise ValueError(f"max_depth must be 1 or more, got {self.max_depth}")
+        for name in ("law_memory", "entropy_memory", "offset_memory", "prior_weight", "slope_weight", "reference_size", "judged_memory"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.stale_below <= self.fresh_above <= 1:
+            raise ValueError(f"0 < stale_below <= fresh_above <= 1 does not hold for {self.stale_below} and {self.fresh_above}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoundOutcome:
+    """What a round showed. No token is in here, drafted or emitted."""
+
+    request_ids: tuple[str, ...]
+    asked: Ints  # [B] draft depths asked for
+    accept_probs: Array  # [B, D] as Verdict.accept_probs, NaN where nothing was drafted or not reached
+    num_accepted: Ints  # [B]
+    nodes_by_depth: Array  # [D] draft nodes of all requests together
+    entropies: Array  # [B, D + 1] at the emitted positions, NaN after them
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Forecast:
+    """What is expected of the next round's drafts."""
+
+    accept: Array  # [B, D] that a node of this depth is accepted, given that the walk gets there and one was drafted
+    steps: Array  # [B, D] the same times the probability that the drafter finds something to draft
+    nodes: Array  # [D] nodes that a request gets at this depth when it is asked for
+    spread: Array  # [D] standard error of the law's part of ``accept``
+    entropies: Array  # [B] recent mean entropy of each request, nats
+    epoch: int  # counts the times that everything may have changed: weights, or a jump
+    num_observed: float  # first-depth observations that the law rests on
+
+    @property
+    def accepted(self) -> Array:
+        """[B, D] expected tokens that depth d adds: the product of ``steps`` down to it."""
+        product: Array = np.cumprod(self.steps, axis=1)
+        return product
+
+
+class _Rows:
+    """A number of each kind for every running request, in arrays."""
+
+    FIELDS = 5
+    # Mean entropy over the batch's, tokens it rests on; sum and number of residuals; first-depth observations since the policy's update.
+    ENTROPY, TOKENS, RESIDUAL, COUNT, SEEN = range(FIELDS)
+
+    def __init__(self) -> None:
+        self.values: Array = np.zeros((8, self.FIELDS))
+        self._row_of: dict[str, int] = {}
+        self._free = list(range(8))
+        self._last: tuple[tuple[str, ...], Ints] = ((), np.empty(0, np.int64))
+
+    def of(self, request_ids: tuple[str, ...]) -> Ints:
+        """[B] rows, new ones zeroed."""
+        if request_ids == self._last[0]:
+            return self._last[1]
+        found = np.array([self._row(request_id) for request_id in request_ids], dtype=np.int64)
+        self._last = (request_ids, found)
+        return found
+
+    def _row(self, request_id: str) -> int:
+        row = self._row_of.get(request_id)
+        if row is None:
+            if not self._free:
+                size = len(self.values)
+                self.values = np.concatenate([self.values, np.zeros_like(self.values)])
+                self._free = list(range(size, 2 * size))
+            row = self._row_of[request_id] = self._free.pop()
+            self.values[row] = 0.0
+        return row
+
+    def drop(self, request_id: str) -> None:
+        row = self._row_of.pop(request_id, None)
+        if row is not None:
+            self._free.append(row)
+            self._last = ((), np.empty(0, np.int64))
+
+
+class EntropyMonitor:
+    """``observe`` every round, ask ``forecast`` before the next. The law outlives requests; ``state_dict`` keeps it for a later run."""
+
+    def __init__(self, config: MonitorConfig | None = None) -> None:
+        self.config = MonitorConfig() if config is None else config
+        depth = self.config.max_depth
+        self._requests = _Rows()
+        # Faded sums over observations, by depth: weight, α, H, H², α H.
+        self._n, self._y, self._x, self._xx, self._xy = np.zeros((5, depth))
+        # Faded sums by depth over requests that were asked: walks that got there and those that found a node; askings and nodes.
+        self._reached, self._found, self._asked, self._nodes = np.zeros((4, depth))
+        self._entropy_sum = self._entropy_weight = 0.0  # of all emitted positions
+        self._squares = self._square_weight = 0.0  # n r² of rounds' mean residuals r: their noise
+        self._covariance = self._variance = self._pairs = 0.0  # of a request's residual with its offset so far, and with itself
+        self._below, self._above = _Run(), _Run()
+        self._judged = (0.0, 0.0, 0.0)  # faded sums over requests' first observations: number, first acceptance, H
+        self._reference = (0.0, 0.0, 0.0)  # the same of the drafter's weights when they were new
+        self._num_reference = 0.0
+        self._epoch = 0
+        self._stale = False
+        self._coefficients: tuple[Array, float] = (np.zeros(depth), 0.0)
+        self._fit()
+
+    # What is known
+
+    @property
+    def stale(self) -> bool:
+        """True while the drafter accepts clearly less than when its weights were new, at the entropy there is now."""
+        return self._stale
+
+    @property
+    def law(self) -> tuple[Array, float]:
+        """(c [D], m): α_d = c_d + m H."""
+        return self._coefficients
+
+    @property
+    def mean_entropy(self) -> float:
+        """Recent mean over all requests, nats; NaN before the first token."""
+        return self._entropy_sum / self._entropy_weight if self._entropy_weight else math.nan
+
+    def first_accept(self) -> tuple[float, float]:
+        """Expected acceptance of a first drafted token at the recent mean entropy: now, and as it was when the drafter's weights were new.
+
+        The latter is NaN until enough was seen of them.
+        """
+        entropy = self.mean_entropy if self._entropy_weight else 0.0
+        intercepts, slope = self._coefficients
+        now = min(max(float(intercepts[0]) + slope * entropy, 0.01), 0.995)
+        return now, self._reference_at(entropy) if self._num_reference >= _FIRST_LOOK else math.nan
+
+    def forecast(self, request_ids: tuple[str, ...]) -> Forecast:
+        """For the next round of these requests, in this order."""
+        rows = self._requests.of(request_ids)
+        held = self._requests.values[rows]
+        overall = self.mean_entropy if self._entropy_weight else 1.0
+        known = held[:, _Rows.TOKENS]
+        # A new request starts at the batch's mean entropy, worth some tokens.
+        entropies = overall * (held[:, _Rows.ENTROPY] * known + _NEW_TOKENS) / (known + _NEW_TOKENS)
+        intercepts, slope = self._coefficients
+        offsets = held[:, _Rows.RESIDUAL] / (held[:, _Rows.COUNT] + self._offset_prior())
+        accept = np.clip(intercepts + (slope * entropies + offsets)[:, None], 0.01, 0.995)
+        found = (self._found + 1.0) / (self._reached + 1.0)
+        noise = self._variance / self._pairs if self._pairs > 0 else 0.25
+        return Forecast(
+            accept=accept,
+            steps=accept * found,
+            nodes=(self._nodes + 1.0) / (self._asked + 1.0),
+            spread=np.sqrt(noise / (self._n + self.config.prior_weight)),
+            entropies=entropies,
+            epoch=self._epoch,
+            num_observed=float(self._n[0]),
+        )
+
+    # What happens
+
+    def observe(self, outcome: RoundOutcome, expected: Forecast | None = None) -> bool:
+        """Take in one round, for which ``expected`` was the forecast. True if the drafter was found stale by it."""
+        rows = self._requests.of(outcome.request_ids)
+        before = self._stale
+        if outcome.asked.any():
+            self._observe_drafts(outcome, rows, self.forecast(outcome.request_ids) if expected is None else expected)
+        self._observe_entropies(outcome.entropies, rows)
+        return self._stale and not before
+
+    def finish(self, request_id: str) -> None:
+        self._requests.drop(request_id)
+
+    def target_updated(self) -> None:
+        """The policy's weights changed: what was seen counts less, but the drafter is still held to what it once was."""
+        self._fade_all(self.config.version_memory)
+        self._judged = (self._judged[0] * _JUDGED_KEPT, self._judged[1] * _JUDGED_KEPT, self._judged[2] * _JUDGED_KEPT)
+
+    def drafter_updated(self) -> None:
+        """The drafter's weights changed: it is judged anew."""
+        self._fade_all(self.config.drafter_memory)
+        self._judged = self._reference = (0.0, 0.0, 0.0)
+        self._num_reference, self._stale = 0.0, False
+
+    def _fade_all(self, kept: float) -> None:
+        for sums in (self._n, self._y, self._x, self._xx, self._xy, self._reached, self._found, self._asked, self._nodes):
+            sums *= kept
+        self._requests.values[:, (_Rows.RESIDUAL, _Rows.COUNT)] *= kept
+        self._requests.values[:, _Rows.SEEN] = 0.0
+        self._below.clear()
+        self._above.clear()
+        self._epoch += 1
+        self._fit()
+
+    def _observe_entropies(self, entropies: Array, rows: Ints) -> None:
+        known = np.isfinite(entropies)
+        counts = known.sum(1)
+        sums = np.where(known, entropies, 0.0).sum(1)
+        count = float(counts.sum())
+        if not count:
+            return
+        # All requests together show a change of the policy or its temperature within rounds; how a request differs shows slowly.
+        fade = math.exp(-count / max(self.config.entropy_memory, _ENTROPY_ROUNDS * len(counts)))
+        self._entropy_sum = self._entropy_sum * fade + float(sums.sum())
+        self._entropy_weight = self._entropy_weight * fade + count
+        held = self._requests.values[rows]
+        kept = held[:, _Rows.TOKENS] * np.exp(-counts / self.config.entropy_memory)
+        total = kept + counts
+        relative = sums / max(self.mean_entropy, 1e-3)
+        held[:, _Rows.ENTROPY] = (held[:, _Rows.ENTROPY] * kept + relative) / np.maximum(total, 1e-9)
+        held[:, _Rows.TOKENS] = total
+        self._requests.values[rows] = held
+
+    def _observe_drafts(self, outcome: RoundOutcome, rows: Ints, expected: Forecast) -> None:
+        depth = min(outcome.accept_probs.shape[1], self.config.max_depth)
+        self._observe_findings(outcome, depth)
+        probs = outcome.accept_probs[:, :depth]
+        seen = ~np.isnan(probs)
+        if not seen.any():
+            return
+        accept = np.where(seen, probs, 0.0)
+        entropies = expected.entropies
+        counts = seen.sum(0)
+        fade = np.exp(-counts / self.config.law_memory)
+        weights = seen.astype(np.float64)
+        for sums, new in (
+            (self._n, counts),
+            (self._y, accept.sum(0)),
+            (self._x, entropies @ weights),
+            (self._xx, (entropies * entropies) @ weights),
+            (self._xy, entropies @ accept),
+        ):
+            sums[:depth] = sums[:depth] * fade + new
+        residuals = np.where(seen, accept - expected.accept[:, :depth], 0.0)
+        self._observe_offsets(outcome, expected, seen, rows)
+        self._observe_jump(float(residuals.sum()), float(counts.sum()))
+        self._fit()
+        self._observe_first(outcome, expected, rows)
+
+    def _observe_findings(self, outcome: RoundOutcome, depth: int) -> None:
+        """How often a walk that got to a depth found a node there, and how many nodes a request gets a depth."""
+        depths = np.arange(depth)
+        wanted = outcome.asked[:, None] > depths
+        reached = wanted & (outcome.num_accepted[:, None] >= depths)
+        found = ~np.isnan(outcome.accept_probs[:, :depth])
+        asked = wanted.sum(0)
+        fade = np.exp(-asked / self.config.law_memory)
+        for sums, new in (
+            (self._reached, reached.sum(0)),
+            (self._found, found.sum(0)),
+            (self._asked, asked),
+            (self._nodes, outcome.nodes_by_depth[:depth]),
+        ):
+            sums[:depth] = sums[:depth] * fade + new
+
+    def _observe_offsets(self, outcome: RoundOutcome, expected: Forecast, seen: NDArray[np.bool_], rows: Ints) -> None:
+        """What each request accepts beyond the law, and how much requests differ at all: the covariance of a request's rounds."""
+        depth = seen.shape[1]
+        intercepts, slope = self._coefficients
+        law = intercepts[:depth] + slope * expected.entropies[:, None]
+        counts = seen.sum(1)
+        beyond = np.where(seen, outcome.accept_probs[:, :depth] - law, 0.0).sum(1)
+        held = self._requests.values[rows]
+        sums, numbers = held[:, _Rows.RESIDUAL], held[:, _Rows.COUNT]
+        both = (numbers > 0) & (counts > 0)
+        if both.any():
+            now, before = beyond[both] / counts[both], sums[both] / numbers[both]
+            fade = math.exp(-float(both.sum()) / self.config.law_memory)
+            self._covariance = self._covariance * fade + float(now @ before)
+            self._variance = self._variance * fade + float((now * now) @ counts[both])
+            self._pairs = self._pairs * fade + float(both.sum())
+        fading = np.exp(-counts / self.config.offset_memory)
+        held[:, _Rows.RESIDUAL] = sums * fading + beyond
+        held[:, _Rows.COUNT] = numbers * fading + counts
+        self._requests.values[rows] = held
+
+    def _offset_prior(self) -> float:
+        """Observations after which a request's own mean counts as much as the law: noise over the variance between requests."""
+        if self._pairs < 1.0:
+            return 20.0
+        between, noise = self._covariance / self._pairs, self._variance / self._pairs
+        return min(max(noise / max(between, 1e-4), 4.0), 400.0)
+
+    def _observe_jump(self, residual_sum: float, count: float) -> None:
+        """Cumulative sums (Page 1954) of the rounds' mean residuals, in standard deviations; past the threshold the law moves."""
+        mean = residual_sum / count
+        if self._square_weight >= 8.0:
+            sigma = math.sqrt(self._squares / self._square_weight / count)
+            score = max(-4.0, min(4.0, mean / max(sigma, 1e-6)))
+            self._below.add(-score - self.config.jump_slack, residual_sum, count)
+            self._above.add(score - self.config.jump_slack, residual_sum, count)
+            for run in (self._below, self._above):
+                if run.score > self.config.jump_threshold:
+                    self._jump(run)
+                    return
+            # An outlier must not widen the scale that it is judged by.
+            mean = max(-3.0 * sigma, min(3.0 * sigma, mean))
+        fade = math.exp(-1.0 / 200.0)
+        self._squares = self._squares * fade + count * mean * mean
+        self._square_weight = self._square_weight * fade + 1.0
+
+    def _jump(self, run: _Run) -> None:
+        """Move the law by the mean residual of the run, and trust it as much as the run is long."""
+        shift, count = run.residual_sum / run.count, run.count
+        kept = min(1.0, max(count, self.config.prior_weight) / max(float(self._n[0]), 1.0))
+        self._y += shift * self._n
+        self._xy += shift * self._x
+        for sums in (self._n, self._y, self._x, self._xx, self._xy):
+            sums *= kept
+        self._requests.values[:, (_Rows.RESIDUAL, _Rows.COUNT)] = 0.0
+        self._below.clear()
+        self._above.clear()
+        self._epoch += 1
+
+    def _fit(self) -> None:
+        """Least squares with priors: one slope within all depths, then an intercept a depth, each leaning on the depth before."""
+        own = self.config
+        weight = np.maximum(self._n, 1e-9)
+        within_xx = float((self._xx - self._x * self._x / weight).sum())
+        within_xy = float((self._xy - self._x * self._y / weight).sum())
+        slope = (own.slope_weight * own.prior_slope + within_xy) / (own.slope_weight + max(within_xx, 0.0))
+        slope = min(slope, 0.0)
+        pivot = float(self._x[0] / weight[0]) if self._n[0] > 0 else 1.0
+        intercepts = np.empty_like(self._n)
+        at_pivot = own.prior_accept
+        for d, (n, x, y) in enumerate(zip(self._n.tolist(), self._x.tolist(), self._y.tolist(), strict=True)):
+            guess = at_pivot if d == 0 else own.depth_ratio * at_pivot
+            at_pivot = (own.prior_weight * guess + y - slope * (x - n * pivot)) / (own.prior_weight + n)
+            intercepts[d] = at_pivot - slope * pivot
+        self._coefficients = (intercepts, slope)
+
+    def _observe_first(self, outcome: RoundOutcome, expected: Forecast, rows: Ints) -> None:
+        """Judge the drafter by the first observations of each request (since the policy's last update), which nobody has selected.
+
+        Later ones come from the requests that accept most, for those are drafted for; how many these are says nothing about the drafter.
+        """
+        own = self.config
+        seen_before = self._requests.values[rows, _Rows.SEEN]
+        first = outcome.accept_probs[:, 0]
+        known = ~np.isnan(first)
+        chosen = known & (seen_before < own.judged_per_request)
+        self._requests.values[rows, _Rows.SEEN] = seen_before + known
+        count = float(chosen.sum())
+        if not count:
+            return
+        fade = math.exp(-count / own.judged_memory)
+        accept, entropy = float(first[chosen].sum()), float(expected.entropies[chosen].sum())
+        self._judged = (self._judged[0] * fade + count, self._judged[1] * fade + accept, self._judged[2] * fade + entropy)
+        if self._num_reference < own.reference_size:
+            self._num_reference += count
+            self._reference = (self._reference[0] + count, self._reference[1] + accept, self._reference[2] + entropy)
+        self._judge()
+
+    def _judge(self) -> None:
+        own, (number, accept, entropy) = self.config, self._judged
+        if self._num_reference < _FIRST_LOOK or number < own.prior_weight:
+            return
+        now, reference = accept / number, self._reference_at(entropy / number)
+        # The farther the entropy has moved since, the less the slope is to be relied on.
+        doubt = own.slope_doubt * abs(entropy / number - self._reference[2] / self._reference[0])
+        noise = math.sqrt((self._variance / self._pairs if self._pairs > 1.0 else 0.25) / number)
+        if self._stale:
+            self._stale = now + doubt < own.fresh_above * reference
+        else:
+            self._stale = now + doubt < own.stale_below * reference and reference - now - doubt > 3.0 * noise
+
+    def _reference_at(self, entropy: float) -> float:
+        number, accept, pivot = self._reference
+        return min(max(accept / number + self._coefficients[1] * (entropy - pivot / number), 0.02), 0.995)
+
+    # Kept between runs
+
+    _SUMS = ("_n", "_y", "_x", "_xx", "_xy", "_reached", "_found", "_asked", "_nodes")
+    _NUMBERS = (
+        "_entropy_sum",
+        "_entropy_weight",
+        "_squares",
+        "_square_weight",
+        "_covariance",
+        "_variance",
+        "_pairs",
+        "_epoch",
+        "_stale",
+        "_num_reference",
+        "_judged",
+        "_reference",
+    )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The law and its evidence, as JSON can hold it; requests are not kept."""
+        return {name: getattr(self, name).tolist() for name in self._SUMS} | {name: getattr(self, name) for name in self._NUMBERS}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what ``state_dict`` gave. ValueError if it is of another depth, KeyError if something is missing."""
+        if len(state["_n"]) != self.config.max_depth:
+            raise ValueError(f"the monitor's state is of {len(state['_n'])} depths, not of {self.config.max_depth}")
+        for name in self._SUMS:
+            setattr(self, name, np.array(state[name], dtype=np.float64))
+        for name in self._NUMBERS:
+            setattr(self, name, state[name])
+        self._judged, self._reference = _triple(state["_judged"]), _triple(state["_reference"])
+        self._fit()
+
+
+def _triple(values: Sequence[float]) -> tuple[float, float, float]:
+    first, second, third = values
+    return first, second, third
+
+
+class _Run:
+    """One side of a cumulative sum: its score, and what was summed since it was last 0."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.score = self.residual_sum = self.count = 0.0
+
+    def add(self, score: float, residual_sum: float, count: float) -> None:
+        self.score += score
+        self.residual_sum += residual_sum
+        self.count += count
+        if self.score <= 0:
+            self.clear()

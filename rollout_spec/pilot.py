@@ -1,0 +1,174 @@
+"""BudgetPilot: the controller with what it decides from, the entropy monitor and the costs. The one mutable thing about budgets.
+
+The engine asks ``decide`` before a round and tells ``observe`` what became of it; a simulated world does the same.
+
+Shape legend: B requests, D depths.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rollout_spec.budget import Budget, BudgetController, BudgetSignals, Decision
+from rollout_spec.cost import OnlineCosts, RoundShape
+from rollout_spec.events import BudgetEvent, DrafterStaleEvent, Event
+from rollout_spec.monitor import EntropyMonitor, Forecast, RoundOutcome
+
+_FORMAT = 1
+_EVENT_EVERY = 64  # rounds, when nothing changes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoundReport:
+    """What ``observe`` is told of a round."""
+
+    outcome: RoundOutcome
+    shape: RoundShape
+    draft_s: float
+    rest_s: float  # everything but drafting and deciding
+
+
+class BudgetPilot:
+    """Monitor and costs are kept up to date whatever the controller makes of them: the monitor also tells when a drafter has gone stale."""
+
+    def __init__(
+        self,
+        controller: BudgetController,
+        *,
+        monitor: EntropyMonitor | None = None,
+        costs: OnlineCosts | None = None,
+    ) -> None:
+        self.controller = controller
+        self.monitor = EntropyMonitor() if monitor is None else monitor
+        self.costs = OnlineCosts() if costs is None else costs
+        self._state: object = None
+        self._forecast: Forecast | None = None
+        self._told: tuple[str, int] | None = None  # reason and depth of the latest event
+        self._since_told = 0
+
+    def decide(self, request_ids: tuple[str, ...], remaining: Tensor, context_lengths: Tensor) -> Budget:
+        """The next round's budget for these requests; remaining and context_lengths [B]."""
+        self._forecast = self.monitor.forecast(request_ids)
+        signals = BudgetSignals(
+            remaining=remaining,
+            context_lengths=context_lengths,
+            request_ids=request_ids,
+            forecast=self._forecast,
+            costs=self.costs.snapshot(),
+        )
+        budget, self._state = self.controller.decide(signals, self._state)
+        return budget
+
+    def observe(self, report: RoundReport) -> bool:
+        """What became of the round that was decided last. True if the drafter was found stale by it."""
+        self.costs.observe(report.shape, report.draft_s, report.rest_s)
+        return self.monitor.observe(report.outcome, self._forecast)
+
+    def events(self, round_index: int, budget: Budget, weights_version: int, drafter: str, *, found_stale: bool) -> list[Event]:
+        """What is worth telling of the round: a decision that is another than before (or was not told for long), a stale drafter."""
+        told: list[Event] = []
+        if found_stale:
+            now, reference = self.monitor.first_accept()
+            told.append(
+                DrafterStaleEvent(
+                    round_index=round_index,
+                    drafter=drafter,
+                    weights_version=weights_version,
+                    accept_prob=now,
+                    reference_accept_prob=reference,
+                    mean_entropy=self.monitor.mean_entropy,
+                )
+            )
+        decided = (budget.decision.reason, budget.max_depth)
+        self._since_told += 1
+        if decided != self._told or self._since_told >= _EVENT_EVERY:
+            self._told, self._since_told = decided, 0
+            told.append(_budget_event(round_index, self.controller.name, budget))
+        return told
+
+    def finish(self, request_id: str) -> None:
+        self.monitor.finish(request_id)
+
+    def target_updated(self) -> None:
+        """The policy's weights changed."""
+        self.monitor.target_updated()
+
+    def drafter_updated(self) -> None:
+        """The drafter's own weights changed."""
+        self.monitor.drafter_updated()
+
+    def save(self, path: Path) -> None:
+        """What was learnt, as JSON, all or nothing."""
+        beside = path.with_name(path.name + ".part")
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps({"format": _FORMAT, "monitor": self.monitor.state_dict(), "costs": self.costs.state_dict()}))
+        beside.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Go on from what ``save`` wrote. ValueError if the file is damaged or of another format; nothing changes then."""
+        monitor, costs = EntropyMonitor(self.monitor.config), OnlineCosts()
+        try:
+            held = json.loads(path.read_text())
+            if held["format"] != _FORMAT:
+                raise ValueError(f"format {held['format']}, not {_FORMAT}")
+            monitor.load_state_dict(held["monitor"])
+            costs.load_state_dict(held["costs"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} holds no budget state that can be used ({error}); delete it to learn anew") from None
+        self.monitor, self.costs = monitor, costs
+
+
+MakePilot = Callable[[], BudgetPilot]
+
+
+def _budget_event(round_index: int, controller: str, budget: Budget) -> BudgetEvent:
+    decision: Decision = budget.decision
+    return BudgetEvent(
+        round_index=round_index,
+        controller=controller,
+        draft_lengths=tuple(budget.draft_lengths.tolist()),
+        reason=decision.reason,
+        predicted_accept_by_depth=decision.accept_by_depth,
+        predicted_accepted_tokens=decision.num_accepted,
+        predicted_round_s=decision.round_s,
+        predicted_gain=decision.gain,
+    )
+
+
+def outcome_of(
+    request_ids: tuple[str, ...],
+    *,
+    asked: Tensor,  # [B]
+    accept_probs: Tensor,  # [B, D]
+    num_accepted: Tensor,  # [B]
+    node_depths: Tensor,  # [B, N] depth of every draft node, 0 for padding
+    entropies: Tensor,  # [B, D + 1]
+) -> RoundOutcome:
+    """A verdict's part that the monitor may see."""
+    depth = accept_probs.shape[1]
+    nodes = torch.bincount(node_depths.flatten(), minlength=depth + 1)[1 : depth + 1]
+    return RoundOutcome(
+        request_ids=request_ids,
+        asked=asked.numpy(),
+        accept_probs=accept_probs.double().numpy(),
+        num_accepted=num_accepted.numpy(),
+        nodes_by_depth=nodes.double().numpy(),
+        entropies=entropies.double().numpy(),
+    )
+
+
+def expected_of(decision: Decision) -> dict[str, float]:
+    """The part of a decision that every RoundEvent repeats, so that sinks can hold it against what happened."""
+    first = decision.accept_by_depth[0] if decision.accept_by_depth else math.nan
+    return {
+        "predicted_accept_prob": first,
+        "predicted_accepted_tokens": decision.num_accepted,
+        "predicted_round_s": decision.round_s,
+    }
