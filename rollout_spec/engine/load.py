@@ -50,6 +50,15 @@ def load_model(name: str, dtype: str = "float32", report: Callable[[str], None] 
     return LoadedModel(path=path, module=module, tokenizer=AutoTokenizer.from_pretrained(path))
 
 
+def token_texts(name: str) -> Callable[[Sequence[int]], list[str]]:
+    """What makes of tokens their texts one by one, special tokens included, for a model by ``load_model``'s names; no weights are loaded.
+
+    Raises ValueError or OSError when the model or its tokenizer is not there.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(name))
+    return lambda token_ids: [str(tokenizer.decode([token])) for token in token_ids]
+
+
 def make_runner(module: CausalLM, *, max_context: int, ops: Ops | None = None, fused: bool | None = None) -> ModelRunner:
     """FusedDecoder where it knows the architecture (``fused`` forces or forbids it), else TransformersRunner.
 
