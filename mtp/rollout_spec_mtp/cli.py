@@ -53,12 +53,18 @@ class ConsoleDisplay:
 
 
 @contextmanager
+def console_display() -> Iterator[ConsoleDisplay]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=_console, disable=not sys.stderr.isatty()) as progress:
+        yield ConsoleDisplay(progress)
+
+
+@contextmanager
 def _display() -> Iterator[ConsoleDisplay]:
     """A display, and one line instead of a traceback for what the user can mend."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     try:
-        with Progress(*columns, console=_console, disable=not sys.stderr.isatty()) as progress:
-            yield ConsoleDisplay(progress)
+        with console_display() as display:
+            yield display
     except ValueError as error:
         _console.print(f"[bold red]error:[/] {error}", highlight=False)
         raise typer.Exit(2) from None

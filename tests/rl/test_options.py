@@ -24,7 +24,7 @@ def test_without_options_there_is_no_speculation(rollout: Rollout) -> None:
 
 
 def test_what_is_given_is_taken(rollout: Rollout, tmp_path: Path) -> None:
-    given = {"drafter": str(tmp_path), "draft_length": 3, "tree_width": [2, 1], "max_batch": 5, "budget": None}
+    given = {"drafter": str(tmp_path), "draft_length": 3, "tree_width": [2, 1], "max_batch": 5, "budget": "fixed:3"}
     plan = plan_rollouts(rollout(given, max_model_len=99, dtype="bf16", logprobs_mode="raw_logprobs", ignore_eos=True))
     assert plan.options.tree_width == (2, 1)
     assert plan.options.controller() == FixedBudget(draft_length=3, tree_width=(2, 1))
@@ -53,7 +53,9 @@ def test_a_seed_asks_for_coupled_drafts() -> None:
         ({"tree_width": [0]}, "tree_width needs one or more positive widths"),
         ({"verifier": "lenient"}, "verifier='lenient' is not one of auto, rejection, block"),
         ({"verifier": "block", "seed": 1}, "seed asks for the same tokens .* use verifier=gumbel"),
-        ({"budget": "fixed"}, "give off or fixed:K"),
+        ({"budget": "fixed"}, "give off, fixed:K"),
+        ({"budget": None}, "budget must be a name like auto or fixed:4, got None"),
+        ({"budget": "batch_table:/nowhere/table.json"}, "batch table /nowhere/table.json"),
         ({"max_batch": 0}, "max_batch must be 1 or more"),
         ({"prefill_chunk": 0}, "prefill_chunk must be 1 or more"),
         ({"threads": 0}, "threads must be from 1 to"),

@@ -91,11 +91,18 @@ class StateRecorder:
         self.name, self.vocab_size = drafter.name, drafter.vocab_size
         # The teacher's law comes from the last state, which not every drafter reads.
         self._layers = tuple(sorted({-1, *drafter.needs.hidden_layers}))
-        self.needs = DrafterNeeds(hidden_layers=self._layers, run_target=drafter.needs.run_target, draws=drafter.needs.draws)
+        # Every round: a stale drafter's budget may be 0, and that is when there must be something to learn from.
+        self.needs = DrafterNeeds(
+            hidden_layers=self._layers, run_target=drafter.needs.run_target, every_round=True, draws=drafter.needs.draws
+        )
 
     @property
     def weights_version(self) -> int:
         return self._drafter.weights_version
+
+    @weights_version.setter
+    def weights_version(self, version: int) -> None:
+        self._drafter.weights_version = version
 
     def start(self, request: RequestView) -> None:
         if request.sampling.temperature == self._temperature:

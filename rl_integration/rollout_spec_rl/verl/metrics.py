@@ -16,8 +16,20 @@ from rollout_spec.acceptance import (
     acceptance_length_pooled,
     acceptance_rate_pooled,
 )
-from rollout_spec.events import Event, RequestEvent, RoundEvent, WeightSyncEvent
+from rollout_spec.events import Event, RequestEvent, RoundEvent, TrainEvent, WeightSyncEvent
 from rollout_spec.sinks.summary import SummarySink
+
+_SUMMED = (
+    "num_requests",
+    "num_failed_requests",
+    "num_aborted_requests",
+    "num_restarts",
+    "num_undrafted_rounds",
+    "sync_s",
+    "num_drafter_refreshes",
+    "drafter_train_s",
+    "drafter_loss_sum",
+)
 
 
 @dataclass(kw_only=True)
@@ -32,6 +44,9 @@ class StepTotals:
     num_undrafted_rounds: int = 0  # rounds in which nothing was proposed: the budget or the drafter said no
     max_batch: int = 0
     sync_s: float = 0.0
+    num_drafter_refreshes: int = 0
+    drafter_train_s: float = 0.0
+    drafter_loss_sum: float = 0.0  # of refreshes' mean losses
     policy_version: int = -1
     drafter_version: int = -1
 
@@ -49,8 +64,12 @@ class StepTotals:
             self.sync_s += event.seconds
             if event.role == "drafter":
                 self.drafter_version = event.version
-            else:
+            elif event.role == "target":
                 self.policy_version = event.version
+        elif isinstance(event, TrainEvent):
+            self.num_drafter_refreshes += 1
+            self.drafter_train_s += event.metrics["seconds"]
+            self.drafter_loss_sum += event.loss
 
 
 class StepSink:
@@ -83,7 +102,7 @@ def merge(parts: Sequence[StepTotals]) -> StepTotals:
     out = StepTotals()
     for part in parts:
         _merge_rounds(out.rounds, part.rounds)
-        for name in ("num_requests", "num_failed_requests", "num_aborted_requests", "num_restarts", "num_undrafted_rounds", "sync_s"):
+        for name in _SUMMED:
             setattr(out, name, getattr(out, name) + getattr(part, name))
         out.max_batch = max(out.max_batch, part.max_batch)
     for name in ("policy_version", "drafter_version"):
@@ -138,6 +157,9 @@ def named(totals: StepTotals) -> dict[str, float]:
         "rollout_spec/num_aborted_requests": totals.num_aborted_requests,
         "rollout_spec/num_restarts": totals.num_restarts,
         "rollout_spec/max_batch": totals.max_batch,
+        "rollout_spec/drafter_refreshes": totals.num_drafter_refreshes,
+        "rollout_spec/drafter_train_s": totals.drafter_train_s,
+        "rollout_spec/drafter_loss": _ratio(totals.drafter_loss_sum, totals.num_drafter_refreshes),
         "rollout_spec/policy_version": totals.policy_version,
         "rollout_spec/drafter_version": totals.drafter_version,
     }

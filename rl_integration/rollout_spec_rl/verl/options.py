@@ -7,6 +7,7 @@ honours a part. Anything it cannot honour is refused with the mend. Nothing here
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from rollout_spec_rl.verl import BACKEND
 
 WHERE = "actor_rollout_ref.rollout.custom.rollout_spec"
 _ROLLOUT = "actor_rollout_ref.rollout"
+FOLLOW_HEAD, FROZEN = "follow_head", "frozen"
 _MISSING = "???"  # OmegaConf's mark of a value that has to be given
 _DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
 _LOGPROBS = ("processed_logprobs", "raw_logprobs")
@@ -34,19 +36,31 @@ class RolloutSpecOptions:
 
     drafter: str = "none"  # none | ngram | suffix | self | self:T | the directory of a trained drafter
     verifier: str = "auto"  # auto | a scheme's name
-    draft_length: int = 4
+    draft_length: int = 8  # the deepest that budget auto and entropy choose
     tree_width: tuple[int, ...] = (1,)
-    budget: str | None = None  # None: fixed at draft_length | off | fixed:K
+    budget: str = AUTO  # auto | entropy | fixed:K | batch_table:FILE | off
     seed: int | None = None
     max_batch: int = 16  # requests that run at once in a replica: KV slots
     prefill_chunk: int = 512
     threads: int | None = None  # compute threads of a replica; None: torch's choice
     events: str | None = None  # folder for one event log a replica; None: none are written
+    # Of trained drafters, while the policy learns
+    drafter_policy: str = FOLLOW_HEAD  # the embedding and output head that it borrows: follow_head | frozen
+    refresh_before_rl: bool = False  # train it before the first step, by drafter_config on the run's own policy and prompts
+    drafter_config: str | None = None  # of `rollout-spec train-drafter`
+    drafter_cache: str | None = None  # folder of drafters trained so; None: ~/.cache/rollout_spec/drafters
+    refresh_every: int | None = None  # weight versions from one refresh to the next
+    refresh_when_stale: bool = False  # refresh when the entropy monitor calls it stale
+    refresh_steps: int = 40  # at most, of a refresh
+    refresh_seconds: float = 30.0  # at most, of a refresh
+    refresh_lr: float = 5e-4
+    refresh_buffer_tokens: int = 32768  # of the newest rollouts, prompts included, whose states a replica keeps
+    drafter_dir: str | None = None  # where refreshed drafters are kept for a trainer that is started again; None: nowhere
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tree_width", tuple(self.tree_width))
-        known = self.drafter in DRAFTERS or self.drafter.startswith("self:")
-        if self.drafter == _MISSING:
+        known = self.drafter in DRAFTERS or self.drafter.startswith("self:") or self.is_untrained
+        if self.drafter == _MISSING and not known:
             raise ValueError(f"{WHERE}.drafter is not set: give the directory of a trained drafter, {WHERE}.drafter=runs/mtp/drafter")
         if not known and not Path(self.drafter).expanduser().is_dir():
             raise ValueError(
@@ -65,11 +79,55 @@ class RolloutSpecOptions:
             self.controller()
         except ValueError as error:
             raise ValueError(f"{WHERE}: {error}") from None
+        self._check_policy()
         if self.seed is not None and self.scheme not in (None, Scheme.GUMBEL):
             raise ValueError(
                 f"{WHERE}.seed asks for the same tokens with and without speculation, which verifier={self.verifier!r} does not give: "
                 "leave the seed out, or use verifier=gumbel (or auto)"
             )
+
+    def _check_policy(self) -> None:
+        """What is said of trained drafters must fit together, and be said of one."""
+        if self.drafter_policy not in (FOLLOW_HEAD, FROZEN):
+            raise ValueError(f"{WHERE}.drafter_policy={self.drafter_policy!r} is not one of {FOLLOW_HEAD}, {FROZEN}")
+        model_free = not self.is_untrained and not Path(self.drafter).expanduser().is_dir()
+        asked = [name for name in ("refresh_every", "refresh_when_stale") if getattr(self, name)]
+        asked += ["drafter_policy"] if self.drafter_policy == FROZEN else []
+        if model_free and asked:
+            raise ValueError(f"{WHERE}.{asked[0]} is for trained drafters; drafter={self.drafter!r} has no weights: leave it out")
+        if self.refreshes and self.drafter_policy == FROZEN:
+            raise ValueError(
+                f"{WHERE}.{asked[0]} trains the drafter towards the policy's present head, drafter_policy={FROZEN} keeps an old one: "
+                f"use {FOLLOW_HEAD}"
+            )
+        for name in ("refresh_every", "refresh_steps", "refresh_buffer_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{WHERE}.{name} must be 1 or more, got {getattr(self, name)}")
+        for name in ("refresh_seconds", "refresh_lr"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{WHERE}.{name} must be positive, got {getattr(self, name)}")
+        if self.refresh_before_rl:
+            self._check_training_before()
+        elif self.drafter_config is not None:
+            raise ValueError(f"{WHERE}.drafter_config is read by refresh_before_rl only: set it to true, or leave the config out")
+
+    def _check_training_before(self) -> None:
+        if self.drafter != _MISSING:
+            raise ValueError(f"{WHERE}.refresh_before_rl trains a drafter, and drafter={self.drafter!r} names one: leave one of them out")
+        if self.drafter_config is None:
+            raise ValueError(f"{WHERE}.refresh_before_rl needs to know what to train: give drafter_config=configs/drafter/mtp_smollm2.yaml")
+        if not Path(self.drafter_config).expanduser().is_file():
+            raise ValueError(f"{WHERE}.drafter_config={self.drafter_config!r} is no file on this machine")
+
+    @property
+    def is_untrained(self) -> bool:
+        """The drafter is still to be trained, before the first step."""
+        return self.refresh_before_rl and self.drafter == _MISSING
+
+    @property
+    def refreshes(self) -> bool:
+        """The drafter is trained further while the policy learns."""
+        return self.refresh_every is not None or self.refresh_when_stale
 
     @property
     def scheme(self) -> Scheme | None:
@@ -101,6 +159,10 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_number(value: object) -> bool:
+    return _is_int(value) or isinstance(value, float)
+
+
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -114,12 +176,23 @@ _TYPES = {
     "verifier": ("a name", _is_text),
     "draft_length": ("a whole number", _is_int),
     "tree_width": ("a list of whole numbers, like [2,1]", _is_widths),
-    "budget": ("null or text like fixed:4", lambda value: value is None or _is_text(value)),
+    "budget": ("a name like auto or fixed:4", _is_text),
     "seed": ("null or a whole number", lambda value: value is None or _is_int(value)),
     "max_batch": ("a whole number", _is_int),
     "prefill_chunk": ("a whole number", _is_int),
     "threads": ("null or a whole number", lambda value: value is None or _is_int(value)),
     "events": ("null or a folder", lambda value: value is None or _is_text(value)),
+    "drafter_policy": ("a name", _is_text),
+    "refresh_before_rl": ("true or false", lambda value: isinstance(value, bool)),
+    "drafter_config": ("null or a file", lambda value: value is None or _is_text(value)),
+    "drafter_cache": ("null or a folder", lambda value: value is None or _is_text(value)),
+    "refresh_every": ("null or a whole number", lambda value: value is None or _is_int(value)),
+    "refresh_when_stale": ("true or false", lambda value: isinstance(value, bool)),
+    "refresh_steps": ("a whole number", _is_int),
+    "refresh_seconds": ("a number", _is_number),
+    "refresh_lr": ("a number", _is_number),
+    "refresh_buffer_tokens": ("a whole number", _is_int),
+    "drafter_dir": ("null or a folder", lambda value: value is None or _is_text(value)),
 }
 
 
@@ -133,15 +206,20 @@ class RolloutPlan:
     response_length: int
     max_context: int
     ignore_eos: bool
+    temperature: float  # of training rollouts
     raw_logprobs: bool  # hand over the model's own log-probabilities instead of the sampled law's
 
 
-def plan_rollouts(rollout: Mapping[str, Any]) -> RolloutPlan:
-    """Check verl's rollout config, given as a mapping, for our backend.
+def plan_rollouts(rollout: Mapping[str, Any], *, before_training: bool = False) -> RolloutPlan:
+    """Check verl's rollout config, given as a mapping, for our backend. ``before_training``: its drafter may still have to be trained.
 
     Raises ValueError that names the setting and the mend for everything the embedded engine cannot do.
     """
     options = RolloutSpecOptions.parse((rollout.get("custom") or {}).get(BACKEND))
+    if options.is_untrained and not before_training:
+        raise ValueError(
+            f"{WHERE}.refresh_before_rl trains when a single run starts, and nothing has: a sweep's jobs take a trained one, drafter=FOLDER"
+        )
     for name in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
         if rollout.get(name, 1) != 1:
             raise ValueError(
@@ -161,6 +239,10 @@ def plan_rollouts(rollout: Mapping[str, Any]) -> RolloutPlan:
             f"{_ROLLOUT}.logprobs_mode=raw_logprobs at temperature {temperature}: verl's actor divides logits by the temperature, so the "
             "importance ratio would be wrong; use processed_logprobs"
         )
+    if not temperature > 0 and (options.refreshes or options.refresh_before_rl):
+        raise ValueError(
+            f"{_ROLLOUT}.temperature={temperature}: a greedy policy has no law to train a drafter on; sample, or do not refresh"
+        )
     for name, why in (("quantization", "weights are not quantised"), ("enable_rollout_routing_replay", "no expert routes are recorded")):
         if rollout.get(name):
             raise ValueError(f"{_ROLLOUT}.{name}={rollout[name]!r}: {why} by the embedded engine; leave it out")
@@ -173,5 +255,6 @@ def plan_rollouts(rollout: Mapping[str, Any]) -> RolloutPlan:
         response_length=response_length,
         max_context=max_context,
         ignore_eos=bool(rollout.get("ignore_eos")),
+        temperature=temperature,
         raw_logprobs=mode == "raw_logprobs",
     )

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from verl.workers.rollout.replica import TokenOutput
 
-from rollout_spec.composition import DrafterOptions
 from rollout_spec.engine.async_engine import AsyncEngine
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.load import load_model, make_runner
 from rollout_spec.session import set_threads
 from rollout_spec.sinks import JsonlSink, TeeSink
-from rollout_spec_rl.compose import make_drafter, make_ops
+from rollout_spec_rl.compose import make_ops
+from rollout_spec_rl.verl.drafter_policy import DraftRefresher, ServedDrafter, serve_drafter
 from rollout_spec_rl.verl.generation import make_request, output_fields
+from rollout_spec_rl.verl.mailbox import open_mailbox, read
 from rollout_spec_rl.verl.metrics import StepSink, StepTotals
 from rollout_spec_rl.verl.options import RolloutPlan
 from rollout_spec_rl.verl.recovery import take_newest_weights, was_restarted
-from rollout_spec_rl.verl.weights import WeightBucket, WeightInbox, check_held
+from rollout_spec_rl.verl.weights import NamedTensor, WeightBucket, WeightInbox, check_held
 
 logger = logging.getLogger(__name__)
 
@@ -73,22 +75,27 @@ class Gate:
 
 
 class RolloutServer:
-    """One replica. ``plan`` is checked by the replica before this process starts; ``name`` is the actor's."""
+    """One replica. ``plan`` is checked by the replica before this process starts."""
 
-    def __init__(self, plan: RolloutPlan, model_path: str, replica_rank: int, name: str) -> None:
+    def __init__(self, plan: RolloutPlan, model_path: str, replica_rank: int) -> None:
         set_threads(plan.options.threads)
         self._plan, self._rank = plan, replica_rank
         self._metrics = StepSink()
         self._inbox = WeightInbox()
         self._gate = Gate()
         self._version = NO_VERSION
-        engine = build_engine(plan, model_path, self._sink())
+        served = build_engine(plan, model_path, self._sink(), replica_rank)
+        engine = served.engine
         self._precisions = {name: tensor.dtype for name, tensor in engine.runner.named_weights().items()}
         self._aliases = dict(engine.runner.tied_names())
-        if was_restarted():
-            self._version = take_newest_weights(engine, replica_rank, name)
+        self._restarted = was_restarted()
+        if self._restarted:
+            self._version = take_newest_weights(engine, replica_rank, NO_VERSION)
             self._metrics.count_restart()
         self._engine = AsyncEngine(engine)
+        self._refresher = None
+        if served.drafter.online is not None:
+            self._refresher = DraftRefresher(self._engine, served.drafter.online, plan.options, lambda: engine.pilot.monitor.stale)
 
     def _sink(self) -> TeeSink:
         if self._plan.options.events is None:
@@ -131,20 +138,23 @@ class RolloutServer:
 
     async def commit_weights(self, version: int, num_tensors: int) -> str:
         """Put the received weights to use between two rounds. Returns the checksum of what the engine then holds."""
-        tensors = self._inbox.take(version, num_tensors)
+        tensors = await self._received(version, num_tensors)
+        if self._refresher is not None:
+            await self._refresher.before_sync(self._version)
         report = await asyncio.wrap_future(self._engine.update_weights(tensors, version))
         check_held(tensors, report, self._precisions, self._aliases)
         self._version = version
         logger.info("replica %d: weights version %d, %d tensors, checksum %s", self._rank, version, num_tensors, report.checksum)
         return report.checksum
 
-    async def export_weights(self) -> WeightBucket | None:
-        """What the engine holds, for a replica that lost its own; None before the trainer's first weights."""
-        if self._version == NO_VERSION:
-            return None
-        return await asyncio.wrap_future(
-            self._engine.run(lambda engine: WeightBucket.pack(engine.weights_version, engine.runner.named_weights().items()))
-        )
+    async def _received(self, version: int, num_tensors: int) -> list[NamedTensor]:
+        try:
+            return self._inbox.take(version, num_tensors)
+        except ValueError:
+            if not self._restarted:
+                raise
+            # The first buckets went to the process that died.
+            return [pair async for bucket in read(open_mailbox(), version) for pair in bucket.checked()]
 
     async def set_global_steps(self, global_steps: int) -> None:
         """verl tells the version again after a sync; it must be the one whose weights came."""
@@ -170,8 +180,10 @@ class RolloutServer:
         await self._gate.wait_until_empty()
 
     async def sleep(self) -> None:
-        """The engine keeps its memory; verl only needs to know that nothing runs."""
+        """The engine keeps its memory; verl only needs to know that nothing runs. A drafter's refresh may begin."""
         await self._gate.wait_until_empty()
+        if self._refresher is not None:
+            self._refresher.begin_if_due(self._version)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Nothing was given up."""
@@ -197,23 +209,33 @@ class RolloutServer:
         """See ``start_profile``."""
 
 
-def build_engine(plan: RolloutPlan, model_path: str, sink: TeeSink) -> Engine:
+@dataclass(frozen=True, kw_only=True)
+class ServedEngine:
+    engine: Engine
+    drafter: ServedDrafter
+
+
+def build_engine(plan: RolloutPlan, model_path: str, sink: TeeSink, replica_rank: int) -> ServedEngine:
     """The engine that the plan describes, with the policy's weights from disk. ValueError if the drafter does not fit it."""
     options = plan.options
     loaded = load_model(model_path, plan.dtype)
     ops = make_ops()
-    drafter = make_drafter(DrafterOptions(spec=options.drafter, draw=options.draw), loaded, ops)
+    drafter = serve_drafter(plan, loaded, ops, replica_rank)
     config = EngineConfig(
         max_batch=options.max_batch,
         max_context=plan.max_context,
         prefill_chunk=options.prefill_chunk,
         scheme=options.scheme,
     )
-    return Engine(
+    engine = Engine(
         make_runner(loaded.module, max_context=plan.max_context, ops=ops),
         config=config,
-        drafter=drafter,
+        drafter=drafter.drafter,
         controller=options.controller(),
         sink=sink,
         detokenize=loaded.detokenize,
     )
+    began = drafter.loaded()
+    if began is not None:
+        engine.emit(began)
+    return ServedEngine(engine=engine, drafter=drafter)
