@@ -40,6 +40,7 @@ _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
     "prometheus": ("prometheus_client",),
     "deepspeed": ("deepspeed",),
+    "triton": ("triton",),
     "verl": ("verl", "transfer_queue"),
     "vllm": ("vllm",),
 }

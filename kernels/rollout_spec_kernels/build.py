@@ -1,4 +1,4 @@
-"""Compiles csrc/ on first use into a cache and loads it with ctypes; no torch headers, so it takes seconds.
+"""Compiles csrc/ on first use into a cache and loads it with ctypes; no torch headers, so it takes seconds (CUDA: half a minute).
 
 The library is keyed by everything its machine code depends on, written under a temporary name and renamed, so that processes
 that race to build it do no harm. It is linked to the OpenMP runtime that torch has loaded: a second one in the process would keep
@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,6 +31,10 @@ COMPILE_FLAGS = (
     "-fopenmp",
     "-Wno-psabi",
 )
+CUDA_COMPILER = "nvcc"
+# -fmad=false for the same reason. Machine code for what nvcc knows of these, PTX of the last for GPUs that come later.
+CUDA_FLAGS = ("-std=c++20", "-O3", "-fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden", "-shared")
+CUDA_ARCHITECTURES = ("80", "90", "100")
 
 
 class BuildError(RuntimeError):
@@ -75,18 +80,52 @@ def load_library(*, cache_dir: Path | None = None, compiler: str = COMPILER) -> 
         raise BuildError(f"cannot write or load {target}: {error}") from error
 
 
+def load_cuda_library(*, cache_dir: Path | None = None, compiler: str = CUDA_COMPILER) -> ctypes.CDLL:
+    """The compiled CUDA kernels, built if this machine has not built these sources yet. Compiling needs no GPU.
+
+    Raises BuildError with the reason if there is no nvcc, the sources do not compile, or the result does not load.
+    """
+    found = shutil.which(compiler)
+    if found is None:
+        raise BuildError(f"no CUDA compiler: {compiler!r} is not on PATH")
+    known = subprocess.run([found, "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout.split()
+    architectures = [name for name in CUDA_ARCHITECTURES if f"compute_{name}" in known]
+    if not architectures:
+        raise BuildError(f"{found} compiles for none of sm_{', sm_'.join(CUDA_ARCHITECTURES)}")
+    flags = [*CUDA_FLAGS, *(f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures)]
+    flags.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
+    sources = sorted(SOURCE_DIR.glob("*.cu"))
+    directory = default_cache_dir() if cache_dir is None else cache_dir
+    target = directory / f"cuda-{_hash(sources, found, flags)}.so"
+    try:
+        if not target.exists():
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryDirectory(dir=directory) as scratch:
+                made = Path(scratch) / "cuda.so"
+                _run([found, *flags, *map(str, sources), "-o", str(made)])
+                made.replace(target)
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise BuildError(f"cannot write or load {target}: {error}") from error
+
+
 def _sources() -> list[Path]:
     return sorted(SOURCE_DIR.glob("*.cpp"))
 
 
 def _key(compiler: str, openmp: Path) -> str:
     """A hash of sources, compiler, flags, CPU and OpenMP runtime."""
+    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))), "")
+    return _hash(_sources(), compiler, [cpu, *COMPILE_FLAGS, str(openmp)])
+
+
+def _hash(sources: Sequence[Path], compiler: str, others: Sequence[str]) -> str:
+    """A hash of sources, all headers, compiler and others."""
     digest = hashlib.sha256()
-    for path in [*_sources(), *sorted(SOURCE_DIR.glob("*.h"))]:
+    for path in [*sources, *sorted(SOURCE_DIR.glob("*.h"))]:
         digest.update(path.name.encode() + path.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))), "")
-    digest.update("\0".join([version, cpu, *COMPILE_FLAGS, str(openmp)]).encode())
+    digest.update("\0".join([version, *others]).encode())
     return digest.hexdigest()[:16]
 
 

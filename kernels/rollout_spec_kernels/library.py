@@ -29,7 +29,8 @@ _SIGNATURES = {
     "rs_uniforms": ([_P, _P, _L, _P, _L, _L], None),
     "rs_gumbel_argmax": ([_P, _P, _P, _L, _P, _L, _L, _I], None),
     "rs_inverse_cdf": ([_P, _P, _P, _L, _L, _I], None),
-    "rs_verify_chains": ([_P], ctypes.c_bool),
+    "rs_verify_state_bytes": ([_L], _L),
+    "rs_verify": ([_P], _I),
 }
 
 

@@ -1,168 +1,274 @@
-"""verify: rollout_spec.verify.verify with chains, and plain decoding, in one C++ call.
+"""verify: rollout_spec.verify.verify in C++, all six schemes on chains and trees; cuda.py runs the same on a GPU.
 
-Shape legend: B requests, N nodes, R target rows, V target vocabulary, Vd draft vocabulary.
+Shape legend: B requests, N nodes, D depth of the deepest node, R target rows, V target vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rollout_spec.tree import DraftTree
+from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verdict import Verdict
-from rollout_spec.verify import EXACT_ON, AllRows, CounterNoise, Scheme, TargetRows, VerifyNoise, with_scores
+from rollout_spec.verify import EXACT_ON, RATIO_SCHEMES, CounterNoise, Scheme, TargetRows, VerifyNoise, with_scores
 from rollout_spec.verify import verify as readable_verify
 from rollout_spec.verify.ratio import SUM_TOLERANCE
 from rollout_spec_kernels.library import library
 from rollout_spec_kernels.noise import CpuNoise, words
 
-# rs::Scheme of verify.cpp
-_CODES = {Scheme.REJECTION: 0, Scheme.BLOCK: 1, Scheme.EXACT_MATCH: 2, Scheme.GUMBEL: 3}
-_RATIO = (Scheme.REJECTION, Scheme.BLOCK)
+# rs::Scheme of verification.h
+_CODES = {scheme: code for code, scheme in enumerate(Scheme)}
 # Sums here are float64, the readable verifier's float32: whatever is close to its limit is left to it.
 _SUM_TOLERANCE = 0.9 * SUM_TOLERANCE
+NOT_BEGUN, FINISHED = -1, -2  # Verification.wanted
+DONE, ROWS_WANTED, DECLINED = 0, 1, -1  # what Machine.run returns
 
 
-class _Verification(ctypes.Structure):
-    """rs::Verification of verify.cpp."""
+class Verification(ctypes.Structure):
+    """rs::Verification of verification.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("scheme", "threads", "batch", "max_nodes", "num_rows", "vocab", "draft_vocab")),
+        *((name, ctypes.c_int64) for name in ("scheme", "threads", "batch", "max_nodes", "vocab", "draft_vocab")),
         ("sum_tolerance", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("tokens", "lengths", "draft_probs", "draft_token_ids")),
-        *((name, ctypes.c_void_p) for name in ("log_probs", "target_entropies", "roots")),
-        *((name, ctypes.c_void_p) for name in ("seeds", "positions", "accept", "recover")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "parents", "lengths", "draft_probs", "draft_token_ids", "column_of")),
+        *((name, ctypes.c_void_p) for name in ("rows", "entropies_in", "seeds", "positions", "accept", "recover")),
         *((name, ctypes.c_void_p) for name in ("path", "num_accepted", "next_tokens", "is_bonus", "accept_probs", "scores", "entropies")),
+        *((name, ctypes.c_void_p) for name in ("deepest", "wanted", "state")),
     ]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Machine:
+    """Where a batch is verified."""
+
+    device: torch.device
+    takes_rows_later: bool  # whether rows may be computed as the walks reach them; else all must be there
+    state_bytes: Callable[[int], int]  # of a request, for the longest tree's nodes
+    run: Callable[[Verification, Tensor], int]  # (pointers on the device, Verification.wanted [B])
+
+    def holds(self, *tensors: Tensor | None) -> bool:
+        return all(tensor is None or tensor.device == self.device for tensor in tensors)
 
 
 def verify(tree: DraftTree, target: TargetRows, noise: VerifyNoise, scheme: Scheme) -> Verdict:
     """The scheme's verdict, as rollout_spec.verify.verify gives it (signature, refusals, noise and law are its).
 
-    Chains under rejection, block, exact match and Gumbel, and trees without nodes, are verified in C++ in one pass over the target's
-    rows (float32, on the CPU); every other tree, scheme, dtype and device, and every input that the C++ declines, goes to the readable
-    verifier, which answers or says what is wrong.
+    float32 rows on the CPU are verified in C++, which reads a target's row once for each decision and stores none; other dtypes and
+    devices, and every input that the C++ declines, go to the readable verifier, which answers or says what is wrong.
 
     For the same noise the two decide the same except where a uniform lies within float rounding of its threshold: probabilities are
-    float32 in both, summed here in float64, there in float32. Paths are padded to N here, to the longest chain there.
+    float32 in both, summed here in float64, there in float32.
     """
-    verdict = verify_chains(tree, target, noise, scheme)
+    verdict = verify_fused(tree, target, noise, scheme)
     return readable_verify(tree, target, noise, scheme) if verdict is None else verdict
 
 
-def verify_chains(tree: DraftTree, target: TargetRows, noise: VerifyNoise, scheme: Scheme) -> Verdict | None:
+def verify_fused(tree: DraftTree, target: TargetRows, noise: VerifyNoise, scheme: Scheme) -> Verdict | None:
     """The verdict, or None where this is not a batch for C++."""
+    call = library()
+    cpu = Machine(
+        device=torch.device("cpu"),
+        takes_rows_later=True,
+        state_bytes=call.rs_verify_state_bytes,
+        run=lambda verification, _: int(call.rs_verify(ctypes.byref(verification))),
+    )
+    return verify_on(cpu, tree, target, noise, scheme)
+
+
+def verify_on(machine: Machine, tree: DraftTree, target: TargetRows, noise: VerifyNoise, scheme: Scheme) -> Verdict | None:
+    """The verdict, or None where this is not a batch for that machine."""
     if tree.max_nodes == 0 and scheme is not Scheme.GUMBEL:
         scheme = Scheme.EXACT_MATCH  # without a draft every scheme draws from the target
-    if scheme not in _CODES or tree.batch_size != target.batch_size or not _fits(tree, target.vocab_size, scheme):
+    if tree.batch_size != target.batch_size or not _fits(machine, tree, target.vocab_size, scheme):
         return None
     drawn = _Noise.of(tree, noise, scheme)
     if drawn is None:
         return None
-    # Block verification looks at every row; the others stop at the first refusal, and rows behind it are better not computed.
-    rows = target.all_rows(needed=scheme is Scheme.BLOCK)
-    if rows is None or rows.log_probs.dtype is not torch.float32 or not rows.log_probs.is_cpu:
-        return None
-    verdict = _call(tree, rows, drawn, scheme)
-    if verdict is None or rows.entropies is not None:
-        return verdict
-    return with_scores(verdict, tree, target)
+    # Block verification looks at every row; the others stop early, and rows behind that are better not computed.
+    rows = _Rows.of(machine, tree, target, needed=scheme is Scheme.BLOCK or not machine.takes_rows_later)
+    return None if rows is None else _decide(machine, tree, target, rows, drawn, scheme)
 
 
-def _fits(tree: DraftTree, vocab_size: int, scheme: Scheme) -> bool:
-    """True if the scheme is exact on the tree and the tree is one that C++ reads: chains of int64 tokens on the CPU, float32 q."""
+def _fits(machine: Machine, tree: DraftTree, vocab_size: int, scheme: Scheme) -> bool:
+    """True if the scheme is exact on the tree and the tree is one that C++ reads: int64 tokens, float32 q, all where it runs."""
+    ids = (tree.token_ids, tree.parents, tree.num_nodes)
+    if not machine.holds(*ids) or any(tensor.dtype is not torch.int64 for tensor in ids):
+        return False
     if tree.max_nodes == 0:
-        return tree.num_nodes.is_cpu and tree.num_nodes.dtype is torch.int64
-    if tree.draw not in EXACT_ON[scheme] or not tree.token_ids.is_cpu:
+        return True
+    if tree.draw not in EXACT_ON[scheme]:
         return False
-    if not tree.token_ids.dtype is tree.num_nodes.dtype is torch.int64:
+    if scheme not in RATIO_SCHEMES:
+        return True
+    probs, token_ids = tree.draft_probs, tree.draft_token_ids
+    if probs is None or probs.dtype is not torch.float32 or not machine.holds(probs, token_ids):
         return False
-    if scheme in _RATIO:
-        probs, token_ids = tree.draft_probs, tree.draft_token_ids
-        if probs is None or probs.dtype is not torch.float32 or not probs.is_cpu:
-            return False
-        if token_ids is None and probs.shape[2] != vocab_size:
-            return False
-        if token_ids is not None and not (token_ids.dtype is torch.int64 and token_ids.is_cpu):
-            return False
-    return tree.is_chain()
+    fits = probs.shape[2] == vocab_size if token_ids is None else token_ids.dtype is torch.int64
+    return fits and (tree.draw is not Draw.SAMPLED or tree.is_chain())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Noise:
-    """A round's noise as C++ takes it: keys if it can draw the numbers itself, else the uniforms of every depth."""
+    """A round's noise as C++ takes it: keys if it can draw the numbers itself, else the uniforms it may ask for."""
 
     seeds: ctypes.Array[ctypes.c_uint64] | None = None  # [B]
     positions: ctypes.Array[ctypes.c_uint64] | None = None  # [B]
-    accept: Tensor | None = None  # [B, N] float64
+    accept: Tensor | None = None  # [B, N + 1] float64, of a node, or of a trial under traversal
     recover: Tensor | None = None  # [B, N + 1] float64
 
     @staticmethod
     def of(tree: DraftTree, noise: VerifyNoise, scheme: Scheme) -> _Noise | None:
-        """None for Gumbel noise that C++ would draw with other bits."""
+        """None for Gumbel noise that C++ would draw with other bits, and for uniforms by depth where parents make no tree."""
         if isinstance(noise, CounterNoise) and (scheme is not Scheme.GUMBEL or isinstance(noise.keyed, CpuNoise)):
             return _Noise(seeds=words(noise.seeds), positions=words(noise.positions))
         if scheme is Scheme.GUMBEL:
             return None
-        accept = torch.empty(tree.batch_size, tree.max_nodes, dtype=torch.float64)
-        recover = torch.empty(tree.batch_size, tree.max_nodes + 1, dtype=torch.float64)
-        if scheme in _RATIO:
-            requests, nodes = tree.valid().nonzero(as_tuple=True)
-            accept[requests, nodes] = noise.accept(requests, nodes, 0)
-        requests, depths = (torch.arange(tree.max_nodes + 1) <= tree.num_nodes[:, None]).nonzero(as_tuple=True)
-        recover[requests, depths] = noise.recover(requests, depths)
+        valid = tree.valid()
+        if bool((valid & (tree.parents >= torch.arange(tree.max_nodes, device=tree.device))).any()):
+            return None
+        depths = tree.depths()
+        deepest = depths.amax(1) if tree.max_nodes else tree.num_nodes
+        recover = torch.zeros(tree.batch_size, tree.max_nodes + 1, dtype=torch.float64, device=tree.device)
+        requests, at = (torch.arange(tree.max_nodes + 1, device=tree.device) <= deepest[:, None]).nonzero(as_tuple=True)
+        recover[requests, at] = noise.recover(requests, at)
+        accept = torch.zeros_like(recover)
+        if scheme is Scheme.TRAVERSAL:
+            for trial in range(tree.max_nodes + 1):  # every node is tested at most once, then the root
+                tested = (tree.num_nodes >= trial).nonzero()[:, 0]
+                accept[tested, trial] = noise.accept(tested, torch.zeros_like(tested), trial)
+        elif scheme in RATIO_SCHEMES:
+            ranks = _sibling_ranks(tree, valid)
+            for rank in range(int(ranks.max()) + 1):
+                requests, nodes = (valid & (ranks == rank)).nonzero(as_tuple=True)
+                accept[requests, nodes] = noise.accept(requests, depths[requests, nodes] - 1, rank)
         return _Noise(accept=accept, recover=recover)
 
 
-def _call(tree: DraftTree, rows: AllRows, noise: _Noise, scheme: Scheme) -> Verdict | None:
-    batch, num_nodes = tree.token_ids.shape
+def _sibling_ranks(tree: DraftTree, valid: Tensor) -> Tensor:
+    """[B, N] how many siblings come before each node."""
+    order = torch.arange(tree.max_nodes, device=tree.device)
+    earlier = (tree.parents[:, :, None] == tree.parents[:, None, :]) & valid[:, None, :] & (order < order[:, None])
+    return earlier.sum(2)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Rows:
+    """Where C++ finds the target's rows: addresses, 0 for those that are not computed yet."""
+
+    addresses: Tensor  # [B, N + 1] int64, the root first
+    entropies: Tensor | None  # [B, N + 1] float32, where they and the rows tell a token's scores
+    held: list[Tensor]  # [R, V] each: what the addresses point into
+
+    @staticmethod
+    def of(machine: Machine, tree: DraftTree, target: TargetRows, *, needed: bool) -> _Rows | None:
+        """None if the rows are not float32 where they are read, or cannot be had."""
+        nodes = torch.arange(tree.max_nodes + 1, device=machine.device)
+        everything = target.all_rows(needed=needed)
+        if everything is None:
+            none = torch.zeros(tree.batch_size, tree.max_nodes + 1, dtype=torch.int64)
+            return _Rows(addresses=none, entropies=None, held=[]) if machine.takes_rows_later else None
+        if everything.log_probs.dtype is not torch.float32 or not machine.holds(everything.log_probs):
+            return None
+        block = everything.log_probs.contiguous()
+        roots = everything.roots[:, None]
+        index = torch.where(nodes <= tree.num_nodes[:, None], roots + nodes, roots)
+        entropies = None if everything.entropies is None else everything.entropies[index]
+        return _Rows(addresses=_addresses(block, index), entropies=entropies, held=[block])
+
+    def add(self, machine: Machine, target: TargetRows, entries: Tensor) -> bool:
+        """Compute the rows of entries [B] (0 = the root, n + 1 = node n, negative = none). False if they are not float32 there."""
+        requests = (entries >= 0).nonzero()[:, 0]
+        block = target.log_probs(requests, entries[requests] - 1)
+        if block.dtype is not torch.float32 or not machine.holds(block):
+            return False
+        self.held.append(block.contiguous())
+        self.addresses[requests, entries[requests]] = _addresses(self.held[-1], torch.arange(requests.numel()))
+        return True
+
+
+def _addresses(block: Tensor, index: Tensor) -> Tensor:
+    """int64 addresses of rows ``index`` of a contiguous block [R, V]."""
+    return index * (block.shape[1] * block.element_size()) + block.data_ptr()
+
+
+def _decide(machine: Machine, tree: DraftTree, target: TargetRows, rows: _Rows, noise: _Noise, scheme: Scheme) -> Verdict | None:
+    """Runs the walks until none waits for a row."""
+    batch, num_nodes, divides, device = tree.batch_size, tree.max_nodes, scheme in RATIO_SCHEMES, machine.device
     inputs = {
         "tokens": tree.token_ids,
+        "parents": tree.parents,
         "lengths": tree.num_nodes,
-        "log_probs": rows.log_probs,
-        "target_entropies": rows.entropies,
-        "roots": rows.roots,
-        "draft_probs": tree.draft_probs if scheme in _RATIO else None,
-        "draft_token_ids": tree.draft_token_ids if scheme in _RATIO else None,
+        "draft_probs": tree.draft_probs if divides else None,
+        "draft_token_ids": tree.draft_token_ids if divides else None,
+        "rows": rows.addresses,
+        "entropies_in": rows.entropies,
         "accept": noise.accept,
         "recover": noise.recover,
+        "seeds": _moved(noise.seeds, device),
+        "positions": _moved(noise.positions, device),
     }
-    held = {name: tensor.contiguous() for name, tensor in inputs.items() if tensor is not None}
-    path, whole = torch.empty(batch, num_nodes, dtype=torch.int64), torch.empty(2, batch, dtype=torch.int64)
-    is_bonus, accept_probs = torch.empty(batch, dtype=torch.bool), torch.empty(batch, num_nodes, dtype=torch.float64)
-    scores = None if rows.entropies is None else torch.empty(2, batch, num_nodes + 1)
-    verification = _Verification(
+    held = {name: tensor.contiguous() if isinstance(tensor, Tensor) else tensor for name, tensor in inputs.items() if tensor is not None}
+    columns = target.vocab_size if divides and tree.draft_token_ids is not None else 0
+    num_accepted, next_tokens, deepest, wanted = torch.empty(4, batch, dtype=torch.int64, device=device)
+    outputs = {
+        "path": torch.empty(batch, num_nodes, dtype=torch.int64, device=device),
+        "num_accepted": num_accepted,
+        "next_tokens": next_tokens,
+        "is_bonus": torch.empty(batch, dtype=torch.bool, device=device),
+        "accept_probs": torch.empty(batch, num_nodes, dtype=torch.float64, device=device),
+        "scores": None if rows.entropies is None else torch.empty(batch, num_nodes + 1, device=device),
+        "entropies": None if rows.entropies is None else torch.empty(batch, num_nodes + 1, device=device),
+        "deepest": deepest,
+        "wanted": wanted.fill_(NOT_BEGUN),
+        "state": torch.empty(batch * machine.state_bytes(num_nodes), dtype=torch.uint8, device=device),
+        "column_of": torch.empty(columns, dtype=torch.int32, device=device),
+    }
+    verification = Verification(
         scheme=_CODES[scheme],
         threads=torch.get_num_threads(),
         batch=batch,
         max_nodes=num_nodes,
-        num_rows=rows.log_probs.shape[0],
-        vocab=rows.log_probs.shape[1],
-        draft_vocab=held["draft_probs"].shape[2] if "draft_probs" in held else 0,
+        vocab=target.vocab_size,
+        draft_vocab=tree.draft_probs.shape[2] if divides and tree.draft_probs is not None else 0,
         sum_tolerance=_SUM_TOLERANCE,
-        seeds=None if noise.seeds is None else ctypes.addressof(noise.seeds),
-        positions=None if noise.positions is None else ctypes.addressof(noise.positions),
-        path=path.data_ptr(),
-        num_accepted=whole[0].data_ptr(),
-        next_tokens=whole[1].data_ptr(),
-        is_bonus=is_bonus.data_ptr(),
-        accept_probs=accept_probs.data_ptr(),
-        scores=None if scores is None else scores[0].data_ptr(),
-        entropies=None if scores is None else scores[1].data_ptr(),
-        **{name: tensor.data_ptr() for name, tensor in held.items()},
+        **{name: _address(memory) for name, memory in (held | outputs).items()},
     )
-    if not library().rs_verify_chains(ctypes.byref(verification)):
+    while (result := machine.run(verification, wanted)) == ROWS_WANTED:
+        if not rows.add(machine, target, wanted):
+            return None
+    return _verdict(outputs, tree, target) if result == DONE else None
+
+
+def _verdict(outputs: dict[str, Tensor | None], tree: DraftTree, target: TargetRows) -> Verdict:
+    """What was decided, cut to the deepest node, with its scores."""
+    written = {name: tensor for name, tensor in outputs.items() if tensor is not None}
+    depth = int(written["deepest"].max()) if tree.batch_size else 0
+    scores = written["scores"][:, : depth + 1] if "scores" in written else None
+    verdict = Verdict(
+        path=written["path"][:, :depth],
+        num_accepted=written["num_accepted"],
+        next_token_ids=written["next_tokens"],
+        is_bonus=written["is_bonus"],
+        accept_probs=written["accept_probs"][:, :depth],
+        raw_logprobs=scores,
+        processed_logprobs=scores,
+        entropies=None if scores is None else written["entropies"][:, : depth + 1],
+    )
+    return verdict if scores is not None else with_scores(verdict, tree, target)
+
+
+def _moved(of: ctypes.Array[ctypes.c_uint64] | None, device: torch.device) -> ctypes.Array[ctypes.c_uint64] | Tensor | None:
+    """Keys where the walks run; the CPU reads them as they are."""
+    if of is None or device.type == "cpu" or len(of) == 0:
+        return of
+    return torch.frombuffer(of, dtype=torch.int64).to(device)
+
+
+def _address(memory: Tensor | ctypes.Array[ctypes.c_uint64] | None) -> int | None:
+    if memory is None:
         return None
-    return Verdict(
-        path=path,
-        num_accepted=whole[0],
-        next_token_ids=whole[1],
-        is_bonus=is_bonus,
-        accept_probs=accept_probs,
-        raw_logprobs=None if scores is None else scores[0],
-        processed_logprobs=None if scores is None else scores[0],
-        entropies=None if scores is None else scores[1],
-    )
+    return memory.data_ptr() if isinstance(memory, Tensor) else ctypes.addressof(memory)

@@ -85,13 +85,22 @@ def load_vllm() -> Any:
 
 def findings() -> list[Finding]:
     """What doctor says of the kernels."""
+    from rollout_spec_kernels import cuda
     from rollout_spec_kernels.cpu import unavailable_reason
 
-    reason = unavailable_reason()
+    reason, cuda_reason = unavailable_reason(), cuda.unavailable_reason()
     if reason is None:
-        return [Finding(component="cpu kernels", status=Status.OK, detail="built: forwards run on C++ operations")]
-    mend = "install g++ (Debian: apt-get install g++); without it torch's operations are used"
-    return [Finding(component="cpu kernels", status=Status.WARN, detail=reason, mend=mend)]
+        cpu = Finding(component="cpu kernels", status=Status.OK, detail="built: forwards and verification run on C++ operations")
+    else:
+        mend = "install g++ (Debian: apt-get install g++); without it torch's operations are used"
+        cpu = Finding(component="cpu kernels", status=Status.WARN, detail=reason, mend=mend)
+    if cuda_reason is None:
+        gpu = Finding(component="cuda kernels", status=Status.OK, detail="built: rollout_spec_kernels.cuda verifies on the GPU")
+    else:
+        mend = "install the CUDA toolkit's nvcc and put it on PATH" if cuda.sees_gpu() else ""
+        status = Status.WARN if cuda.sees_gpu() else Status.OK
+        gpu = Finding(component="cuda kernels", status=status, detail=f"not used: {cuda_reason}", mend=mend)
+    return [cpu, gpu]
 
 
 def demo_drafter(model: str, *, quick: bool, threads: int | None, progress: Progress) -> Path:

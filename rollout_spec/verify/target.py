@@ -25,7 +25,7 @@ class TokenScores:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AllRows:
-    """A target's rows as one block: request b's root is row roots[b], its node n of a chain row roots[b] + 1 + n."""
+    """A target's rows as one block: request b's root is row roots[b], its node n row roots[b] + 1 + n."""
 
     log_probs: Tensor  # [R, V] float32 or float64
     roots: Tensor  # [B] int64

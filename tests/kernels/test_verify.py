@@ -1,5 +1,7 @@
 """The fused verification of chains against the readable one: decisions, numbers, noise, refusals and what is left to the readable one.
 
+Trees are in test_verify_trees.py.
+
 Its laws are proved by tests/statistical, where it is a backend. Shape legend: B requests, N nodes, V vocabulary, Vd draft vocabulary.
 """
 
@@ -19,7 +21,7 @@ from rollout_spec.verdict import Verdict
 from rollout_spec.verify import AllRows, CounterNoise, DenseNoise, DenseTarget, Scheme, TokenScores
 from rollout_spec.verify import verify as readable_verify
 from rollout_spec_kernels.cpu import CpuOps
-from rollout_spec_kernels.verify import verify, verify_chains
+from rollout_spec_kernels.verify import verify, verify_fused
 
 RATIO = (Scheme.REJECTION, Scheme.BLOCK)
 CHAINS = (*RATIO, Scheme.EXACT_MATCH)
@@ -76,7 +78,7 @@ def _decided(verdict: Verdict) -> list[tuple[int, int, bool]]:
 
 
 def _fused(tree: DraftTree, target: DenseTarget, noise: DenseNoise | CounterNoise, scheme: Scheme) -> Verdict:
-    verdict = verify_chains(tree, target, noise, scheme)
+    verdict = verify_fused(tree, target, noise, scheme)
     assert verdict is not None, "left to the readable verifier"
     return verdict
 
@@ -186,7 +188,7 @@ def test_gumbel_chains_are_raced_with_the_kernels_own_noise(ops: CpuOps) -> None
     assert _decided(fused) == _decided(readable)
     assert torch.equal(fused.accept_probs.nan_to_num(-1), readable.accept_probs.nan_to_num(-1))
     # Noise of another implementation has other bits: its user gets exactly that.
-    assert verify_chains(drawn.tree, target, CounterNoise(list(range(60)), [5] * 60), Scheme.GUMBEL) is None
+    assert verify_fused(drawn.tree, target, CounterNoise(list(range(60)), [5] * 60), Scheme.GUMBEL) is None
 
 
 @pytest.mark.parametrize("scheme", CHAINS)
@@ -201,7 +203,8 @@ def test_neighbours_and_threads_do_not_matter(scheme: Scheme, draft_vocab: int |
         own = {name: getattr(drawn.tree, name)[b : b + 1] for name in ("token_ids", "parents", "num_nodes", "draft_probs")}
         alone = _fused(replace(drawn.tree, **own), DenseTarget(drawn.target_probs[b : b + 1]), CounterNoise([b], [3]), scheme)
         assert _decided(alone) == _decided(together)[b : b + 1]
-        assert torch.equal(alone.accept_probs.nan_to_num(-1), together.accept_probs[b : b + 1].nan_to_num(-1))
+        depth = alone.accept_probs.shape[1]  # its own chain's length
+        assert torch.equal(alone.accept_probs.nan_to_num(-1), together.accept_probs[b : b + 1, :depth].nan_to_num(-1))
 
 
 @pytest.mark.parametrize("scheme", Scheme)
@@ -277,7 +280,7 @@ def test_what_the_readable_verifier_refuses_is_refused_with_its_words(scheme: Sc
     drawn = _round(4, 50, None)
     # Every uniform accepts, so that rejection reaches the last row too.
     noise = DenseNoise(accept=torch.zeros(4, 3, 1, dtype=torch.float64), recover=torch.full((4, 4), 0.5, dtype=torch.float64))
-    assert verify_chains(tree, DenseTarget(drawn.target_probs), noise, scheme) is None
+    assert verify_fused(tree, DenseTarget(drawn.target_probs), noise, scheme) is None
     with pytest.raises(ValueError, match=message):
         verify(tree, DenseTarget(drawn.target_probs), noise, scheme)
 
@@ -286,7 +289,7 @@ def test_what_the_readable_verifier_refuses_is_refused_with_its_words(scheme: Sc
 def test_rows_that_are_no_distribution_are_refused(scheme: Scheme) -> None:
     drawn = _round(8, 50, None)
     for bad in (torch.full_like(drawn.target_probs, torch.nan), torch.zeros_like(drawn.target_probs)):
-        assert verify_chains(drawn.tree, DenseTarget(bad), drawn.noise, scheme) is None
+        assert verify_fused(drawn.tree, DenseTarget(bad), drawn.noise, scheme) is None
         with pytest.raises(ValueError, match="no distribution to draw from"):
             verify(drawn.tree, DenseTarget(bad), drawn.noise, scheme)
 
@@ -297,30 +300,12 @@ def test_a_batch_of_another_size_is_refused() -> None:
         verify(drawn.tree, DenseTarget(drawn.target_probs[:3]), drawn.noise, Scheme.BLOCK)
 
 
-class _Lazy(DenseTarget):
-    """Says that not every row is worth computing."""
-
-    def all_rows(self, *, needed: bool) -> AllRows | None:  # type: ignore[override]
-        return super().all_rows(needed=needed) if needed else None
-
-
-def test_the_rest_is_the_readable_verifiers() -> None:
+def test_other_dtypes_are_the_readable_verifiers() -> None:
     drawn = _round(20, 50, None)
-    tree, target = drawn.tree, DenseTarget(drawn.target_probs)
-    assert tree.draft_probs is not None
     wide_tree, wide_target, wide_noise = drawn.wide()
-    others = [
-        (tree, target, Scheme.TRAVERSAL),
-        (tree, target, Scheme.REJECTION_WALK),
-        (tree, wide_target, Scheme.BLOCK),
-        (wide_tree, target, Scheme.BLOCK),
-        (tree, _Lazy(drawn.target_probs), Scheme.REJECTION),
-        (tree, _Lazy(drawn.target_probs), Scheme.EXACT_MATCH),
-    ]
     accept = torch.rand(20, 4, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     noise = DenseNoise(accept=accept, recover=wide_noise._recover)
-    for some_tree, some_target, scheme in others:
-        assert verify_chains(some_tree, some_target, noise, scheme) is None
-        got, wanted = (function(some_tree, some_target, noise, scheme) for function in (verify, readable_verify))
+    for tree, target in ((drawn.tree, wide_target), (wide_tree, DenseTarget(drawn.target_probs))):
+        assert verify_fused(tree, target, noise, Scheme.BLOCK) is None
+        got, wanted = (function(tree, target, noise, Scheme.BLOCK) for function in (verify, readable_verify))
         assert _decided(got) == _decided(wanted)
-    assert verify_chains(tree, _Lazy(drawn.target_probs), noise, Scheme.BLOCK) is not None

@@ -45,7 +45,7 @@ struct Round {
 };
 
 constexpr int64_t kDone = 0, kOutside = -1;  // a positive status is 1 + the request whose logits define no distribution
-constexpr int64_t kTargetStream = 0, kDraftStream = 3, kLane = int64_t{1} << 40;  // rollout_spec/noise.py
+constexpr int64_t kLane = int64_t{1} << 40;  // rollout_spec/noise.py
 constexpr int64_t kRacePiece = 2048;         // columns of one work item of a race
 
 class Chains {
@@ -210,7 +210,7 @@ class Chains {
           columns[i] = point_mass(logits_ + i * vocab, vocab, round_.probs + at * vocab);
         else
           columns[i] = draw_from_softmax(logits_ + i * vocab, round_.inv_temperatures[b],
-                                         first_uniform({round_.seeds[b], kDraftStream, round_.positions[b] + step * kLane}), vocab,
+                                         uniform_at({round_.seeds[b], kDraft, round_.positions[b] + step * kLane}, 0), vocab,
                                          round_.probs + at * vocab, edges);
       }
     }
@@ -224,7 +224,7 @@ class Chains {
 #pragma omp parallel for num_threads(threads_for(4 * count * vocab, (int)round_.threads)) schedule(static)
     for (int64_t i = 0; i < count * pieces; ++i) {
       const int64_t row = i / pieces, b = active_[row], begin = i % pieces * kRacePiece;
-      const NoiseKey key{round_.seeds[b], kTargetStream, round_.positions[b] + step};
+      const NoiseKey key{round_.seeds[b], kTarget, round_.positions[b] + step};
       const float scale = round_.inv_temperatures[b];
       if (scale > 0) winners[i] = gumbel_race(logits_ + row * vocab, scale, key, head_.token_ids, begin, std::min(kRacePiece, vocab - begin));
     }

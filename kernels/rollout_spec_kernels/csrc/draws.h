@@ -39,11 +39,6 @@ inline Wide multiply(uint64_t factor, Blocks x) {
   return {high + (cross >> 32) + (other >> 32), (other << 32) | (low & 0xffffffffu)};
 }
 
-// Where a row's noise comes from: rollout_spec/noise.py has the paragraph on it.
-struct NoiseKey {
-  int64_t seed, stream, position;
-};
-
 // Philox4x64-10 (Salmon et al. 2011): the given blocks of a key; word i of lane b goes to words[4 b + i].
 inline void philox(const NoiseKey& key, Blocks c0, uint64_t* words) {
   uint64_t seed = (uint64_t)key.seed, stream = (uint64_t)key.stream;
@@ -70,15 +65,6 @@ inline Blocks blocks_from(uint64_t block) {
   Blocks blocks;
   for (int b = 0; b < kBlocks; ++b) blocks[b] = block + b;
   return blocks;
-}
-
-// A word of a key's stream as a uniform in [0, 1), rounded down to 53 bits.
-inline double uniform_of(uint64_t word) { return (word >> 11) * 0x1p-53; }
-
-inline double first_uniform(const NoiseKey& key) {
-  uint64_t words[4 * kBlocks];
-  philox(key, blocks_from(0), words);
-  return uniform_of(words[0]);
 }
 
 // words[i] = the word of noise of token_ids[first + i], or of token first + i (a multiple of 8) if there are no ids.
@@ -110,42 +96,6 @@ inline void token_words(const NoiseKey& key, const int64_t* token_ids, int64_t f
   }
 }
 
-// ln x for normal x > 0 to about 1 ulp (Cephes logf).
-inline Vec log(Vec x) {
-  const VecInt bits = (VecInt)x;
-  VecInt power = (bits >> 23) - 126;
-  Vec part = (Vec)((bits & 0x007fffff) | 0x3f000000);  // in [1/2, 1)
-  const VecInt small = part < 0.707106781186547524f;
-  power += small;
-  part = part + ((Vec)((VecInt)part & small)) - splat(1.0f);
-  const Vec square = part * part;
-  Vec poly = splat(7.0376836292e-2f);
-  for (float coefficient : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f,
-                            -2.4999993993e-1f, 3.3333331174e-1f})
-    poly = fma(poly, part, splat(coefficient));
-  const Vec exponent = __builtin_convertvector(power, Vec);
-  Vec rest = fma(exponent, splat(-2.12194440e-4f), poly * part * square);
-  rest = fma(square, splat(-0.5f), rest);
-  return fma(exponent, splat(0.693359375f), part + rest);
-}
-
-// -log(-log1p(-u)) with u = min((word + 1/2) / 2^32, 1 - 2^-24): always finite.
-inline Vec gumbel(VecWord words) {
-  const Vec scaled = (__builtin_convertvector(words, Vec) + splat(0.5f)) * splat(0x1p-32f);
-  const Vec u = scaled < 1.0f ? scaled : splat(1.0f - 0x1p-24f);
-  // log1p(-u) = log(w) + (what rounding w = 1 - u lost) / w.
-  const Vec w = splat(1.0f) - u, lost = (splat(1.0f) - w) - u;
-  const Vec e = -(log(w) + lost / w);
-  return -log(e);
-}
-
-struct Winner {
-  float score;
-  int64_t index;
-  // Lowest index on ties.
-  bool loses_to(const Winner& other) const { return other.score > score || (other.score == score && other.index < index); }
-};
-
 // argmax_i (scale logits[i] + G) over i in [first, first + count), first a multiple of 8, with the noise of rs_gumbel_noise, which is not
 // stored: G is that of token_ids[i], or of token i without ids. NaN never wins.
 inline Winner gumbel_race(const float* logits, float scale, const NoiseKey& key, const int64_t* token_ids, int64_t first, int64_t count) {
@@ -158,7 +108,7 @@ inline Winner gumbel_race(const float* logits, float scale, const NoiseKey& key,
     token_words(key, token_ids, begin, size, words);
     for (int64_t i = 0; i < size; i += kLanes) {
       const int64_t here = std::min<int64_t>(kLanes, size - i);
-      Vec score = load_first(logits + begin + i, here) * splat(scale) + gumbel(load_bytes<VecWord>(words + i));
+      Vec score = load_first(logits + begin + i, here) * splat(scale) + gumbel_of<Vec>(load_bytes<VecWord>(words + i));
       if (here < kLanes) score = iota() < (int32_t)here ? score : splat(-kInfinity);
       const VecInt wins = score > best;
       best = wins ? score : best;

@@ -95,7 +95,7 @@ void gumbel_noise(const int64_t* seeds, const int64_t* positions, int64_t stream
     uint32_t words[kPiece];
     token_words({seeds[row], stream, positions[row]}, token_ids, begin, count, words);
     for (int64_t v = 0; v < count; v += kLanes)
-      store_first(noise + row * num_tokens + begin + v, gumbel(load_bytes<VecWord>(words + v)), count - v);
+      store_first(noise + row * num_tokens + begin + v, gumbel_of<Vec>(load_bytes<VecWord>(words + v)), count - v);
   }
 }
 

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "elementary.h"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -48,13 +50,7 @@ inline void store_bytes(void* to, V value) {
 
 inline Vec splat(float x) { return x - Vec{}; }  // x - 0 is x for every x (x + 0 is not: -0), so it compiles to a broadcast
 
-inline VecInt iota() {
-  VecInt lanes;
-  for (int i = 0; i < kLanes; ++i) lanes[i] = i;
-  return lanes;
-}
-
-// a * b + c with one rounding where the machine has it: spelled out, so that every instance of a template rounds alike.
+// a * b + c with one rounding where the machine has it.
 inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -63,6 +59,22 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #else
   return a * b + c;
 #endif
+}
+
+template <>
+struct Lanes<Vec> {
+  typedef VecInt Int;
+  typedef VecWord Word;
+  static Vec splat(float x) { return rs::splat(x); }
+  static Vec of(VecInt x) { return __builtin_convertvector(x, Vec); }
+  static Vec of(VecWord x) { return __builtin_convertvector(x, Vec); }
+  static Vec fma(Vec a, Vec b, Vec c) { return rs::fma(a, b, c); }
+};
+
+inline VecInt iota() {
+  VecInt lanes;
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i;
+  return lanes;
 }
 
 // Larger of the two; NaN in b is dropped, NaN in a is kept out by the comparison too, so callers test for NaN themselves.
@@ -144,28 +156,7 @@ inline float max_lanes(Vec x) {
   return most;
 }
 
-// e^x to about 1 ulp (Cephes expf); exp(-inf) = 0 exactly, exp(NaN) = NaN.
-inline Vec exp(Vec x) {
-  Vec bounded = x < -104.0f ? splat(-104.0f) : x;
-  bounded = bounded > 89.0f ? splat(89.0f) : bounded;
-  const Vec shifted = fma(bounded, splat(1.44269504088896341f), splat(12582912.0f));
-  const Vec power = shifted - splat(12582912.0f);
-  Vec rest = fma(power, splat(-0.693359375f), bounded);
-  rest = fma(power, splat(2.12194440e-4f), rest);
-  Vec poly = splat(1.9875691500e-4f);
-  poly = fma(poly, rest, splat(1.3981999507e-3f));
-  poly = fma(poly, rest, splat(8.3334519073e-3f));
-  poly = fma(poly, rest, splat(4.1665795894e-2f));
-  poly = fma(poly, rest, splat(1.6666665459e-1f));
-  poly = fma(poly, rest, splat(5.0000001201e-1f));
-  Vec value = fma(poly, rest * rest, rest + splat(1.0f));
-  // 2^power in two steps, so that neither leaves the range of normal numbers.
-  const VecInt whole = (VecInt)shifted - 0x4b400000;
-  const VecInt half = whole >> 1;
-  value = value * (Vec)((half + 127) << 23) * (Vec)((whole - half + 127) << 23);
-  value = x < -104.0f ? splat(0.0f) : value;
-  return x == x ? value : x;
-}
+inline Vec exp(Vec x) { return exponential(x); }
 
 // One stage of the transpose: swaps the off-diagonal blocks of Width x Width words.
 template <int Width>

@@ -9,7 +9,7 @@ from rollout_spec.tree import DraftTree
 from rollout_spec.verdict import Verdict
 from rollout_spec.verify import CounterNoise, DenseTarget, Scheme, TargetRows, VerifyFn, VerifyNoise, verify
 from rollout_spec_kernels.cpu import CpuOps, unavailable_reason
-from rollout_spec_kernels.verify import verify_chains
+from rollout_spec_kernels.verify import verify_fused
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def _fused(tree: DraftTree, target: TargetRows, noise: VerifyNoise, scheme: Sche
     if scheme is Scheme.GUMBEL:
         assert isinstance(noise, CounterNoise)
         noise = CounterNoise(noise.seeds, noise.positions, CpuOps())
-    verdict = verify_chains(tree, DenseTarget(target.target_probs.float()), noise, scheme)
+    verdict = verify_fused(tree, DenseTarget(target.target_probs.float()), noise, scheme)
     assert verdict is not None
     return verdict
 
