@@ -1,4 +1,4 @@
-"""The parts of examples/verl_grpo_tiny that are Python, without verl."""
+"""The parts of the verl examples that are Python, without verl."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 
 def example(repository_root: Path, name: str) -> ModuleType:
-    path = repository_root / "examples" / "verl_grpo_tiny" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"verl_grpo_tiny_{name}", path)
+    path = repository_root / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -51,14 +51,29 @@ def test_summary(repository_root: Path) -> None:
     assert summary["mean"]["rollout/spec_accept_length"] == 2.0
     assert summary["largest"] == {"rollout_spec/num_failed_requests": 3}
     assert summary["largest_logprob_difference"] == pytest.approx(-math.log(0.999))
+    # The policy that trains is newer than the one that sampled: their probabilities differ, and should.
+    stale = step(3, 0.75, 0.5, **{"training/off_policy/trajectory_staleness_worst/max": 1})
+    summary = summarise([*lines, stale])
+    assert (summary["num_steps"], summary["num_steps_compared"]) == (3, 2)
+    assert summary["largest_logprob_difference"] == pytest.approx(-math.log(0.999))
+    assert summarise([stale])["largest_logprob_difference"] is None
     with pytest.raises(ValueError, match="no training step was logged"):
         summarise(lines[1:2])
 
 
 def test_reward_is_the_share_of_digits(repository_root: Path) -> None:
-    score = example(repository_root, "reward").compute_score
+    score = example(repository_root, "verl_grpo_tiny/reward").compute_score
     found = [score(data_source="sums", solution_str=text, ground_truth="3", extra_info=None) for text in ("12a4", "", "abc")]
     assert found == [0.75, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [("3 + 4 = 7\nSo she has 1,070 apples.", 1.0), ("1070\nI think", 0.0), ("The answer is 7.", 0.1), ("", 0.0), ("#### 1070.0\n", 1.0)],
+)
+def test_reward_of_a_word_problem(repository_root: Path, answer: str, wanted: float) -> None:
+    score = example(repository_root, "verl_grpo_smollm2/reward").compute_score
+    assert score(data_source="gsm_symbolic", solution_str=answer, ground_truth="1070", extra_info=None) == wanted
 
 
 def test_model_and_prompts_are_made_from_nothing(repository_root: Path, tmp_path: Path) -> None:
@@ -66,7 +81,7 @@ def test_model_and_prompts_are_made_from_nothing(repository_root: Path, tmp_path
 
     from rollout_spec.engine.load import load_model
 
-    prepare = example(repository_root, "prepare")
+    prepare = example(repository_root, "verl_grpo_tiny/prepare")
     prepare.write_model(tmp_path / "model")
     prepare.write_prompts(tmp_path / "train.parquet", [(1, 2), (3, 4)])
     rows = pq.read_table(tmp_path / "train.parquet").to_pylist()

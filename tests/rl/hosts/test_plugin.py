@@ -97,3 +97,26 @@ def test_a_wrong_run_ends_before_it_starts(tmp_path: Path, overrides: list[str],
     last = done.stderr.strip().splitlines()[-1]
     assert re.search(f"^rollout_spec: .*{said}", last), done.stderr
     assert "Started a local Ray instance" not in done.stdout + done.stderr
+
+
+def test_the_gpu_example_is_a_config_that_verl_and_we_accept(repository_root: Path) -> None:
+    """Composed as its script does it, made into verl's own dataclasses, and checked as at the start of a run."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from rollout_spec_rl.verl.options import plan_rollouts
+    from rollout_spec_rl.verl.replica import as_mapping
+
+    with initialize_config_dir(str(repository_root / "examples" / "verl_grpo_qwen3_gpu"), version_base=None):
+        config = compose(
+            "config",
+            overrides=["+rollout_spec=suffix", "data.train_files=train.parquet", "data.val_files=test.parquet"],
+        )
+    assert not OmegaConf.missing_keys(config.actor_rollout_ref)
+    plan = plan_rollouts(as_mapping(config.actor_rollout_ref.rollout))
+    assert (plan.options.drafter, plan.dtype, plan.response_length) == ("suffix", "bfloat16", 1024)
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    assert (rollout.name, rollout.n, rollout.calculate_log_probs) == ("rollout_spec", 8, True)
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.actor).strategy == "fsdp2"
+    assert config.trainer.v1.trainer_mode == "colocate_async"

@@ -7,22 +7,56 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-def train(root: Path, run: Path, *overrides: str, spec: str = "suffix") -> list[dict[str, Any]]:
-    """Run the example; returns the metrics of its training steps."""
-    environment = {**os.environ, "RUN": str(run), "SPEC": spec, "PYTHON": sys.executable, "RAY_DEDUP_LOGS": "0"}
+def start(root: Path, run: Path, *overrides: str, spec: str = "suffix", mode: str = "sync") -> subprocess.Popen[str]:
+    """The example, begun; what it says goes to a file beside its run."""
+    environment = {**os.environ, "RUN": str(run), "SPEC": spec, "MODE": mode, "PYTHON": sys.executable, "RAY_DEDUP_LOGS": "0"}
     script = root / "examples" / "verl_grpo_tiny" / "run.sh"
-    done = subprocess.run([str(script), *overrides], capture_output=True, text=True, check=False, cwd=root, env=environment)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
-    lines = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    with log_of(run).open("w") as log:
+        return subprocess.Popen([str(script), *overrides], stdout=log, stderr=log, text=True, cwd=root, env=environment)
+
+
+def log_of(run: Path) -> Path:
+    return run.with_suffix(".log")
+
+
+def finish(started: subprocess.Popen[str], run: Path) -> list[dict[str, Any]]:
+    """The metrics of its training steps, once it has ended well."""
+    assert started.wait() == 0, log_of(run).read_text()[-8000:]
+    return steps_of(run)
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    """Those of the training steps that were logged so far."""
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []
     return [line for line in lines if "training/global_step" in line]
+
+
+def wait_for_step(started: subprocess.Popen[str], run: Path, step: int) -> None:
+    """Until so many steps are logged; the next one is under way then."""
+    while len(steps_of(run)) < step:
+        assert started.poll() is None, log_of(run).read_text()[-8000:]
+        time.sleep(0.2)
+
+
+def family(started: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Everything that the example runs: verl's program, Ray and its workers."""
+    return [process for process in psutil.Process(started.pid).children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def train(root: Path, run: Path, *overrides: str, spec: str = "suffix", mode: str = "sync") -> list[dict[str, Any]]:
+    """Run the example; returns the metrics of its training steps."""
+    return finish(start(root, run, *overrides, spec=spec, mode=mode), run)
 
 
 def check_steps(steps: list[dict[str, Any]], num_steps: int) -> None:
@@ -69,29 +103,26 @@ def test_synchronous(sync_run: Path) -> None:
 
 def test_colocated_asynchronous(repository_root: Path, tmp_path: Path) -> None:
     """Prompts of the next step are under way while this one trains: requests are cut, their weights change, and they go on."""
-    steps = train(repository_root, tmp_path, "trainer.v1.trainer_mode=colocate_async", "trainer.total_training_steps=4")
+    steps = train(repository_root, tmp_path, "trainer.total_training_steps=4", mode="colocate_async")
     check_steps(steps, 4)
     assert all("training/off_policy/trajectory_staleness/mean" in step for step in steps)
 
 
 def test_separate_asynchronous(repository_root: Path, tmp_path: Path) -> None:
     """Trainer and rollouts in two workers; weights through the object store."""
-    steps = train(
-        repository_root,
-        tmp_path,
-        "trainer.v1.trainer_mode=separate_async",
-        "trainer.v1.separate_async.parameter_sync_step=2",
-        "trainer.total_training_steps=4",
-        "data.train_batch_size=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.hybrid_engine=false",
-        "actor_rollout_ref.rollout.nnodes=1",
-        "actor_rollout_ref.rollout.n_gpus_per_node=1",
-        "actor_rollout_ref.rollout.checkpoint_engine.backend=rollout_spec",
-        "ray_kwargs.ray_init.num_gpus=2",
-    )
+    steps = train(repository_root, tmp_path, "trainer.total_training_steps=4", mode="separate_async")
     check_steps(steps, 4)
     assert all(step["rollout_spec/weight_send_mb"] > 0 for step in steps)
+
+
+def test_fully_asynchronous(repository_root: Path, tmp_path: Path) -> None:
+    """A stream of samples; what the servers count arrives although verl builds its own client here."""
+    steps = train(repository_root, tmp_path, mode="fully_async")
+    assert len(steps) == 3  # verl logs a step's figures with the next one
+    assert all(step["rollout_spec/num_failed_requests"] == 0 for step in steps)
+    assert [step["rollout_spec/policy_version"] for step in steps] == [2, 3, 4]
+    assert sum(step["rollout_spec/num_requests"] for step in steps) == 32 * 4
+    assert all(step["rollout/spec_accept_length"] >= 1 for step in steps)
 
 
 def samples(folder: Path) -> list[list[tuple[str, str, float]]]:
@@ -131,3 +162,56 @@ def test_a_seeded_run_is_the_same_with_and_without_speculation(repository_root: 
         )
         # Siblings may be summed in another order; nothing else differs.
         assert float(difference.abs().max()) < 1e-4, name
+
+
+def test_a_rollout_process_is_killed_in_the_middle_of_a_step(repository_root: Path, tmp_path: Path) -> None:
+    """Two replicas beside the trainer, one killed: every step gets all its samples, and the log and the metrics say what happened."""
+    run = tmp_path / "run"
+    started = start(
+        repository_root,
+        run,
+        "trainer.total_training_steps=5",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        "ray_kwargs.ray_init.num_gpus=3",
+        f"trainer.rollout_data_dir={run}/samples",
+        # Long answers, so that requests are under way at any time.
+        "data.max_response_length=256",
+        "actor_rollout_ref.rollout.ignore_eos=true",
+        mode="separate_async",
+    )
+    wait_for_step(started, run, 2)
+    servers = [process for process in family(started) if "RolloutServer" in process.cmdline()[0]]
+    assert len(servers) == 2
+    servers[0].kill()
+    steps = finish(started, run)
+    assert [step["training/global_step"] for step in steps] == [1, 2, 3, 4, 5]
+    assert sum(step["rollout_spec/num_restarts"] for step in steps) == 1
+    assert [step["rollout_spec/num_replicas"] for step in steps][-1] == 2
+    found = samples(run / "samples")
+    assert [len(step) for step in found] == [32] * 5
+    assert all(step["rollout_spec/num_failed_requests"] == 0 for step in steps)
+    assert "its process died and was started again; weights version" in log_of(run).read_text()
+
+
+def test_a_killed_trainer_resumes_from_its_checkpoint(repository_root: Path, tmp_path: Path) -> None:
+    """The same steps as a run that nobody killed: policy and versions come back."""
+    common = (
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=2",
+        "trainer.resume_mode=auto",
+        "data.seed=1",
+        "+actor_rollout_ref.rollout.custom.rollout_spec.seed=1",
+    )
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train(repository_root, whole, *common, f"trainer.rollout_data_dir={whole}/samples")
+    started = start(repository_root, run, *common, f"trainer.rollout_data_dir={run}/samples")
+    wait_for_step(started, run, 3)
+    for process in [psutil.Process(started.pid), *family(started)]:
+        process.kill()
+    started.wait()
+    # Of what died, step 3 was not saved: it is done again.
+    (run / "metrics.jsonl").rename(run / "first.jsonl")
+    steps = train(repository_root, run, *common, f"trainer.rollout_data_dir={run}/samples")
+    assert [step["training/global_step"] for step in steps] == [3, 4]
+    assert [step["rollout_spec/policy_version"] for step in steps] == [3, 4]
+    assert samples(run / "samples") == samples(whole / "samples")

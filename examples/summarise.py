@@ -23,12 +23,17 @@ MEANS = (
     "training/off_policy/trajectory_staleness/mean",
     "perf/time_per_step",
 )
-LARGEST = ("training/rollout_probs_diff_max", "rollout_spec/num_failed_requests")
+LARGEST = ("rollout_spec/num_failed_requests", "rollout_spec/num_restarts")
 
 
 def logprob_difference(step: dict[str, float]) -> float:
     """The largest |log p_trainer - log p_rollout| of a sampled token: both ends of the importance ratios."""
     return max(abs(math.log(step[f"rollout_corr/rollout_is_{end}"])) for end in ("max", "min"))
+
+
+def comparable(step: dict[str, float]) -> bool:
+    """Whether the trainer's probabilities of a step are those of the very policy that sampled: none of it is older."""
+    return "rollout_corr/rollout_is_max" in step and step.get("training/off_policy/trajectory_staleness_worst/max", 0) == 0
 
 
 def summarise(lines: list[str]) -> dict[str, object]:
@@ -37,13 +42,15 @@ def summarise(lines: list[str]) -> dict[str, object]:
     if not steps:
         raise ValueError("no training step was logged")
     seen = {name: [step[name] for step in steps if name in step] for name in (*MEANS, *LARGEST)}
+    compared = [logprob_difference(step) for step in steps if comparable(step)]
     return {
         "num_steps": len(steps),
         "last_step": steps[-1]["training/global_step"],
         "reward_first": steps[0]["critic/rewards/mean"],
         "reward_last": steps[-1]["critic/rewards/mean"],
         "policy_versions": [step.get("rollout_spec/policy_version") for step in steps],
-        "largest_logprob_difference": max(logprob_difference(step) for step in steps),
+        "num_steps_compared": len(compared),
+        "largest_logprob_difference": max(compared, default=None),
         "mean": {name: sum(seen[name]) / len(seen[name]) for name in MEANS if seen[name]},
         "largest": {name: max(seen[name]) for name in LARGEST if seen[name]},
     }
