@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import pickle
 from collections.abc import AsyncIterator, Iterable
 
 import pytest
@@ -52,6 +53,27 @@ def test_a_bucket_owns_its_tensors() -> None:
     tensors[0][1].zero_()
     ((_, kept),) = bucket.checked()
     assert bool((kept != 0).all())
+
+
+def test_a_bucket_travels_without_copies() -> None:
+    """Everything but names goes out of band, and is read where it lies, in memory that cannot be written."""
+    tensors = [
+        ("a", torch.randn(3, 5)),
+        ("b", torch.randn(4, 2).to(torch.bfloat16)),
+        ("scalar", torch.tensor(2.5)),
+        ("none", torch.zeros(0, 7)),
+    ]
+    bucket = WeightBucket.pack(3, tensors)
+    beside: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(bucket, protocol=5, buffer_callback=beside.append)
+    assert len(beside) == len(tensors)
+    got = pickle.loads(data, buffers=[bytes(buffer) for buffer in beside])
+    assert (got.version, got.checksums) == (3, bucket.checksums)
+    for (name, tensor), (sent_name, sent) in zip(got.checked(), tensors, strict=True):
+        assert name == sent_name
+        assert tensor.dtype == sent.dtype
+        assert tensor.shape == sent.shape
+        assert torch.equal(tensor, sent)
 
 
 def test_a_changed_bit_is_named() -> None:

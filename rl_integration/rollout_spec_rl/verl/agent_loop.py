@@ -38,7 +38,7 @@ class _Seeded:
     """Gives every trajectory its own seed when the run has one. Stands before one of verl's workers."""
 
     def __init__(self, config: Any, *further: Any, **named: Any) -> None:
-        super().__init__(config, *further, **named)
+        super().__init__(config, *further, **named)  # type: ignore[call-arg]  # of the worker that stands behind
         self._options: RolloutSpecOptions = plan_rollouts(as_mapping(config.actor_rollout_ref.rollout)).options
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **further: Any) -> Any:
@@ -60,7 +60,7 @@ class SeededWorker(_Seeded, _PlainWorker):  # type: ignore[valid-type,misc]
     """Of the trainers with a TransferQueue: sync, colocate_async and separate_async."""
 
 
-class SeededStreamWorker(_Seeded, AgentLoopWorker):  # type: ignore[misc]
+class SeededStreamWorker(_Seeded, AgentLoopWorker):
     """Of fully_async."""
 
 

@@ -6,9 +6,12 @@ error before anything is loaded; what the engine holds afterwards is compared wi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,12 +34,27 @@ class WeightBucket:
         own = tuple((name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in tensors)
         return WeightBucket(version=version, tensors=own, checksums=tuple(tensor_checksum(tensor) for _, tensor in own))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As arrays, which Ray lays into shared memory and maps where they are read; a tensor would be copied on both sides."""
+        arrays = [(name, tensor.view(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape) for name, tensor in self.tensors]
+        return _from_arrays, (self.version, arrays, self.checksums)
+
     def checked(self) -> tuple[NamedTensor, ...]:
         """The tensors, or ValueError that names those that are not what was sent."""
         changed = [name for (name, tensor), sent in zip(self.tensors, self.checksums, strict=True) if tensor_checksum(tensor) != sent]
         if changed:
             raise ValueError(f"weights version {self.version}: {', '.join(changed[:8])} arrived with other bytes than were sent")
         return self.tensors
+
+
+def _from_arrays(
+    version: int, arrays: Iterable[tuple[str, np.ndarray[Any, np.dtype[np.uint8]], torch.dtype, torch.Size]], checksums: tuple[int, ...]
+) -> WeightBucket:
+    with warnings.catch_warnings():
+        # Mapped memory is read-only, and nobody writes to a bucket.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        tensors = tuple((name, torch.from_numpy(array).view(dtype).view(shape)) for name, array, dtype, shape in arrays)
+    return WeightBucket(version=version, tensors=tensors, checksums=checksums)
 
 
 async def buckets(tensors: AsyncIterator[NamedTensor], version: int, bucket_bytes: int) -> AsyncIterator[WeightBucket]:
