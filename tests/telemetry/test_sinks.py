@@ -141,7 +141,7 @@ def test_wandb_offline_plots_over_the_global_step(tmp_path: Path, monkeypatch: p
 def scraped(tmp_path: Path) -> Iterator[dict[str, float]]:
     """What Prometheus would get after a known stream."""
     pytest.importorskip("prometheus_client")
-    telemetry = open_telemetry(MemorySink(), ["prometheus"], SinkPlace(folder=tmp_path, replica="3", drafter="suffix"))
+    telemetry = open_telemetry(MemorySink(), ["prometheus"], SinkPlace(folder=tmp_path / "run", replica="3", drafter="suffix"))
     with closing(telemetry):
         telemetry.emit(PrefillEvent(num_prompts=1, num_tokens=9, num_shared_tokens=4, target_s=0.5))
         for version in range(1, 6):
@@ -151,7 +151,7 @@ def scraped(tmp_path: Path) -> Iterator[dict[str, float]]:
         telemetry.emit(a_round(2, mean_entropy=float("nan")))
         telemetry.emit(a_request(weights_version=2))
         telemetry.emit(TrainEvent(step=4, loss=0.1, metrics={"rollout_corr/rollout_is_mean": 1.01}))
-        (targets,) = json.loads((tmp_path / "prometheus" / "replica-3.json").read_text())
+        (targets,) = json.loads((tmp_path / "prometheus" / "run-3.json").read_text())
         assert targets["labels"] == {"engine": "rollout_spec", "replica": "3", "drafter": "suffix"}
         (address,) = targets["targets"]
         assert address.startswith("127.0.0.1:")
@@ -160,7 +160,7 @@ def scraped(tmp_path: Path) -> Iterator[dict[str, float]]:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
             text = answer.read().decode()
         yield {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if not line.startswith("#")}
-    assert not (tmp_path / "prometheus" / "replica-3.json").exists()
+    assert not (tmp_path / "prometheus" / "run-3.json").exists()
 
 
 def at(scraped: dict[str, float], name: str, **labels: str) -> float:
