@@ -58,7 +58,8 @@ def open_telemetry(record: EventSink, specs: Sequence[str], place: SinkPlace) ->
 def _open(kind: str, rest: str, place: SinkPlace) -> EventSink:
     if kind == "prometheus":
         host, port = parse_address(rest)
-        targets = place.folder / "prometheus" / f"replica-{place.replica}.json"
+        # Beside the runs, not in them: Prometheus looks for files in one folder only.
+        targets = place.folder.absolute().parent / "prometheus" / f"{place.folder.absolute().name}-{place.replica}.json"
         return PrometheusSink(replica=place.replica, drafter=place.drafter, host=host, port=port, targets_file=targets)
     if kind == "tensorboard":
         folder = Path(rest) if rest else place.folder / "tensorboard"
