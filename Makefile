@@ -1,4 +1,4 @@
-# make venv | test | test-slow | lint | venv-hosts | test-hosts | demo | demo-quick | clean        (VENV=, HOSTS=folder: other environments)
+# make venv | test | test-slow | lint | venv-hosts | test-hosts | test-hosts-slow | demo | demo-quick | clean        (VENV=, HOSTS=folder: other environments)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -18,13 +18,14 @@ key_of = $(if $(PYTHON),$(shell $(PYTHON) -c 'import hashlib, pathlib, sys; \
 	print(hashlib.sha256(b"\0".join(parts)).hexdigest()[:16])' $(1)))
 STAMP := $(VENV)/.stamp-$(call key_of,pyproject.toml constraints/cpu.txt)
 HOSTS_STAMP := $(HOSTS)/.stamp-$(call key_of,pyproject.toml constraints/cpu.txt constraints/hosts-cpu.txt)
-# --no-compile: byte code of modules that nobody imports would be 300 MB.
-PIP_OPTIONS := --quiet --disable-pip-version-check --no-input --no-compile --constraint constraints/cpu.txt
-PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS)
+PIP_OPTIONS := --quiet --disable-pip-version-check --no-input --constraint constraints/cpu.txt
+# --no-compile: byte code of modules that nobody imports would be 300 MB. A run of verl starts a dozen processes that import the same
+# modules, so the hosts' environment has it from the start, also where Python may not write it later.
+PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS) --no-compile
 HOSTS_INSTALL := $(HOSTS)/bin/python -m pip install $(PIP_OPTIONS) --constraint constraints/hosts-cpu.txt
 TORCH := torch==2.13.0
 
-.PHONY: help venv test test-slow lint format venv-hosts test-hosts demo demo-quick clean
+.PHONY: help venv test test-slow lint format venv-hosts test-hosts test-hosts-slow demo demo-quick clean
 
 help:
 	@sed -n 1p Makefile
@@ -82,9 +83,10 @@ $(HOSTS_STAMP):
 	@$(HOSTS)/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
 	@touch "$@"
 
-# The trainings are among the slow tests, and they are what this environment is for.
+# The trainings are among the slow tests, and they are what this environment is for. vLLM also brings Triton (1 GB).
 test-hosts: venv-hosts
 	@$(HOSTS)/bin/python -m pytest -m "slow or not slow" tests/rl
+	@$(HOSTS)/bin/python -m pytest tests/kernels/test_triton_*.py
 
 demo: venv
 	@$(BIN)/rollout-spec demo
