@@ -38,8 +38,13 @@ def finish(started: subprocess.Popen[str], run: Path) -> list[dict[str, Any]]:
 def steps_of(run: Path) -> list[dict[str, Any]]:
     """Those of the training steps that were logged so far."""
     path = run / "metrics.jsonl"
-    lines = [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []
+    lines = [record["data"] for record in records(path)] if path.exists() else []
     return [line for line in lines if "training/global_step" in line]
+
+
+def records(path: Path) -> list[Any]:
+    """The whole lines of a file that may still grow; answers hold separators that splitlines would take for ends of lines."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def wait_for_step(started: subprocess.Popen[str], run: Path, step: int) -> None:
@@ -90,7 +95,7 @@ def sync_run(repository_root: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_synchronous(sync_run: Path) -> None:
-    lines = [json.loads(line)["data"] for line in (sync_run / "metrics.jsonl").read_text().splitlines()]
+    lines = steps_of(sync_run)
     check_steps(lines, 3)
     # The weights of a step are in use when its metrics are logged, and every sample is of this step.
     assert [line["rollout_spec/policy_version"] for line in lines] == [1, 2, 3]
@@ -131,8 +136,7 @@ def test_fully_asynchronous(repository_root: Path, tmp_path: Path) -> None:
 def samples(folder: Path) -> list[list[tuple[str, str, float]]]:
     """(prompt, answer, score) of every step, sorted: siblings may finish in any order."""
     files = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
-    steps = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
-    return [sorted((row["input"], row["output"], row["score"]) for row in step) for step in steps]
+    return [sorted((row["input"], row["output"], row["score"]) for row in records(path)) for path in files]
 
 
 # The policy itself at another temperature: drafts three tokens every round, and is wrong often enough.
