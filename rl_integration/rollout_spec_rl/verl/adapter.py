@@ -22,6 +22,7 @@ class RolloutSpecAdapter(BaseRollout):
         self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
         self.is_leader_rank = True  # a replica is one rank
         self._server: Any = None
+        self._mailbox: Any = None  # held, because it goes with the last who holds it
 
     @property
     def server(self) -> Any:
@@ -51,7 +52,9 @@ class RolloutSpecAdapter(BaseRollout):
         if global_steps is None:
             raise ValueError("verl sent weights without a version (global_steps)")
         size = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
-        posting = Posting(open_mailbox(), global_steps)
+        if self._mailbox is None:
+            self._mailbox = open_mailbox()
+        posting = Posting(self._mailbox, global_steps)
         await posting.begin()
         num_tensors = 0
         async for bucket in buckets(ensure_async_iterator(weights), global_steps, size):

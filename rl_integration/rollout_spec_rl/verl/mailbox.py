@@ -63,7 +63,7 @@ class Mailbox:
 
 
 def open_mailbox() -> Any:
-    """The run's mailbox; made by whoever asks first, and gone with that process."""
+    """The run's mailbox, made by whoever asks first. It is gone when that process drops what it got here."""
     return ray.remote(Mailbox).options(name=_NAME, get_if_exists=True, num_cpus=0, max_concurrency=_MAX_CALLS).remote()
 
 

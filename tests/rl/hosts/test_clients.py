@@ -119,7 +119,7 @@ def adapter(server: FakeServer) -> Any:
 
     made = RolloutSpecAdapter.__new__(RolloutSpecAdapter)
     made.config = SimpleNamespace(checkpoint_engine=SimpleNamespace(update_weights_bucket_megabytes=1))
-    made.replica_rank, made._server = 0, server
+    made.replica_rank, made._server, made._mailbox = 0, server, None
     return made
 
 
@@ -149,6 +149,16 @@ def test_the_adapter_sends_buckets_then_commits(mailbox: Any) -> None:
     version, letters = asyncio.run(mailbox.newest())
     assert version == 4
     assert [letter[0] for letter in letters] == [arguments[0] for name, arguments in server.calls if name == "receive_bucket"]
+
+
+def test_the_adapter_holds_its_mailbox(mailbox: Any) -> None:
+    """A named actor ends with its last handle: one that is opened anew for every version would lose the version before."""
+    sender = adapter(FakeServer())
+    asyncio.run(sender.update_weights(iter([("w", torch.ones(3))]), global_steps=4))
+    held = sender._mailbox
+    asyncio.run(sender.update_weights(iter([("w", torch.ones(3))]), global_steps=5))
+    assert held is not None
+    assert sender._mailbox is held
 
 
 def test_one_sender_of_several_fills_the_mailbox(mailbox: Any) -> None:
