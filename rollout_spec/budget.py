@@ -28,6 +28,7 @@ class Decision:
     num_accepted: float = math.nan  # expected, all requests together
     round_s: float = math.nan  # expected
     gain: float = math.nan  # expected tokens a second over those without a draft, minus 1
+    holds: bool = True  # it may stand for some rounds; probes and the like are for one
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,6 +67,7 @@ class BudgetSignals:
     request_ids: tuple[str, ...]
     forecast: Forecast
     costs: RoundCosts
+    num_rounds: int = 1  # since the latest decision, which stood for all of them
 
 
 class BudgetController(Protocol):

@@ -9,7 +9,7 @@ Shape legend: S shapes asked for at once, C remembered cells, F features.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,18 +19,22 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+DEEPER = 2  # from this depth on, depths are of one kind
+
 # Rows at which the marginal cost of a row may rise. Non-negative steps of the slope make the cost monotone and convex in rows.
-_KNOTS = np.array([4.0, 16.0, 64.0, 256.0, 1024.0])
+_KNOTS = np.array([4.0, 12.0, 32.0, 64.0, 128.0, 256.0, 512.0])
 _REST_FEATURES = 4 + len(_KNOTS)
 _DRAFT_FEATURES = 4
 _MEMORY = 15  # latest measurements of a cell; their median is its cost
 _SETTLED = 3  # measurements after which a cell may judge the machine's speed
 _MAX_CELLS = 384
 _SPEED_GAIN = 0.2  # of one round's deviation: about ten rounds of memory
+_RIDGE = 1e-7  # of normalised features
 _OUTLIER = math.log(1.6)  # a deviation beyond says nothing about the speed
 _REFIT_EVERY = 24  # rounds
 _REFIT_SOON = 4  # rounds, after something new
-_SWEEPS = 40
+_FEW_ROUNDS = 2  # of a kind that tell what it costs
+_MANY_ROUNDS = 8  # that tell what half or twice as many requests cost
 _TOKENS_A_ROUND = 1.7  # new states that a drafter reads a request and round, about
 
 
@@ -69,7 +73,8 @@ class RoundCosts:
     rest: Array  # [F] seconds a feature, all >= 0
     draft: Array  # [F]
     speed: float = 1.0  # present duration of what took 1 when it was measured
-    measured: frozenset[tuple[int, bool]] = frozenset()  # (bucket of the number of requests, with a draft)
+    # Rounds measured by (bucket of the number of requests, depth up to DEEPER): the live table, which only grows.
+    measured: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @property
     def known(self) -> bool:
@@ -83,9 +88,15 @@ class RoundCosts:
         total: Array = (rest + draft) * self.speed
         return total
 
-    def is_measured(self, num_requests: int, *, drafting: bool) -> bool:
-        """True if rounds of about this many requests were measured, with a draft or without."""
-        return (request_bucket(num_requests), drafting) in self.measured
+    def is_measured(self, num_requests: int, depth: int) -> bool:
+        """True if some rounds of about this many requests and this depth were measured, or many of half or twice as many requests.
+
+        All depths from DEEPER on count as one: beyond it costs are taken to go on as they began.
+        """
+        own, count = request_bucket(num_requests), self.measured.get
+        kind = min(depth, DEEPER)
+        beside = max(count((own - 1, kind), 0), count((own + 1, kind), 0))
+        return count((own, kind), 0) >= _FEW_ROUNDS or beside >= _MANY_ROUNDS
 
 
 def request_bucket(num_requests: int) -> int:
@@ -126,7 +137,7 @@ class OnlineCosts:
         self._log_speed = 0.0
         self._since_fit = 0
         self._rest, self._draft = np.zeros(_REST_FEATURES), np.zeros(_DRAFT_FEATURES)
-        self._measured: frozenset[tuple[int, bool]] = frozenset()
+        self._measured: Counter[tuple[int, int]] = Counter()
 
     def snapshot(self) -> RoundCosts:
         return RoundCosts(rest=self._rest, draft=self._draft, speed=math.exp(self._log_speed), measured=self._measured)
@@ -150,9 +161,10 @@ class OnlineCosts:
             else:
                 self._log_speed += math.copysign(_SPEED_GAIN * _OUTLIER * 0.25, deviation)
         cell.add([math.log(rest_s) - self._log_speed], [math.log(draft_s) - self._log_speed] if shape.depth and draft_s > 0 else [])
+        self._measured[request_bucket(shape.num_requests), min(shape.depth, DEEPER)] += 1
         self._since_fit += 1
-        soon = is_new or len(cell.log_rest) == _SETTLED or len(self._cells) < _REFIT_SOON
-        if self._since_fit >= (_REFIT_SOON if soon else _REFIT_EVERY) or len(self._cells) == 1:
+        soon = is_new or len(cell.log_rest) == _SETTLED
+        if self._since_fit >= _REFIT_EVERY or (soon and (self._since_fit >= _REFIT_SOON or len(self._cells) <= _REFIT_SOON)):
             self._fit()
 
     def calibrate(self, shape: RoundShape, rest_s: float) -> None:
@@ -160,25 +172,27 @@ class OnlineCosts:
         cell = self._cells.setdefault(_key(shape), _Cell(shape=shape))
         if not cell.log_rest:
             cell.add([math.log(rest_s) - self._log_speed], [])
+        # Of forwards as wide as a draft's: the drafter did not run.
+        self._measured[request_bucket(shape.num_requests), 0] += _FEW_ROUNDS
         self._fit()
 
     def _fit(self) -> None:
         self._since_fit = 0
         cells = list(self._cells.values())
         rest, medians = np.stack([cell.rest_row for cell in cells]), [cell.rest_median for cell in cells]
-        self._rest = _relative_fit(rest, medians, [len(cell.log_rest) for cell in cells], self._rest)
+        self._rest = _relative_fit(rest, medians, [len(cell.log_rest) for cell in cells])
         drafting = [cell for cell in cells if cell.log_draft]
         if drafting:
             draft, medians = np.stack([cell.draft_row for cell in drafting]), [cell.draft_median for cell in drafting]
-            self._draft = _relative_fit(draft, medians, [len(cell.log_draft) for cell in drafting], self._draft)
-        # What was only calibrated counts as measured without a draft: the drafter did not run.
-        buckets = [(request_bucket(cell.shape.num_requests), cell) for cell in cells]
-        self._measured = frozenset((bucket, bool(cell.log_draft)) for bucket, cell in buckets if cell.log_draft or not cell.shape.depth)
+            self._draft = _relative_fit(draft, medians, [len(cell.log_draft) for cell in drafting])
 
     def state_dict(self) -> dict[str, Any]:
         """What JSON can hold."""
         return {
             "log_speed": self._log_speed,
+            "rest": self._rest.tolist(),
+            "draft": self._draft.tolist(),
+            "measured": [[*kind, count] for kind, count in self._measured.items()],
             "cells": [{"shape": vars(cell.shape), "log_rest": cell.log_rest, "log_draft": cell.log_draft} for cell in self._cells.values()],
         }
 
@@ -190,8 +204,8 @@ class OnlineCosts:
             shape = RoundShape(**held["shape"])
             self._cells[_key(shape)] = _Cell(shape=shape, log_rest=list(held["log_rest"]), log_draft=list(held["log_draft"]))
         self._log_speed = float(state["log_speed"])
-        if self._cells:
-            self._fit()
+        self._measured = Counter({(int(bucket), int(depth)): int(count) for bucket, depth, count in state["measured"]})
+        self._rest, self._draft = np.array(state["rest"], dtype=np.float64), np.array(state["draft"], dtype=np.float64)
 
 
 def _key(shape: RoundShape) -> tuple[int, ...]:
@@ -212,20 +226,41 @@ def _median(values: list[float]) -> float:
     return ordered[half] if len(values) % 2 else 0.5 * (ordered[half - 1] + ordered[half])
 
 
-def _relative_fit(features: Array, log_costs: list[float], counts: list[int], start: Array) -> Array:
-    """[F] non-negative least squares of relative errors: minimise sum_c n_c (features_c . w / cost_c - 1)^2 by coordinate descent."""
+def _relative_fit(features: Array, log_costs: list[float], counts: list[int]) -> Array:
+    """[F] non-negative least squares of relative errors: minimise sum_c n_c (features_c . w / cost_c - 1)^2."""
     scaled = features * np.exp(-np.array(log_costs))[:, None]
     weights = np.minimum(np.array(counts, dtype=np.float64), _SETTLED)
     norms = np.sqrt((scaled * scaled).mean(0))
-    used = norms > 0
-    unit = scaled / np.where(used, norms, 1.0)
+    norms[norms == 0.0] = 1.0
+    unit = scaled / norms
     gram, target = unit.T @ (unit * weights[:, None]), unit.T @ weights
     # A trace of ridge: features that were never told apart share their cost instead of one of them taking it all.
-    gram[np.diag_indices_from(gram)] += 1e-4 * weights.sum()
-    solution = start * norms
-    for _ in range(_SWEEPS):
-        for j in range(solution.size):
-            if used[j]:
-                solution[j] = max(0.0, solution[j] + (target[j] - float(gram[j] @ solution)) / gram[j, j])
-    fitted: Array = np.where(used, solution / np.where(used, norms, 1.0), start)
-    return fitted
+    gram[np.diag_indices_from(gram)] += _RIDGE * weights.sum()
+    return non_negative(gram, target) / norms
+
+
+def non_negative(gram: Array, target: Array) -> Array:
+    """[F] the w >= 0 that minimises ``w . gram w / 2 - target . w``, for a positive definite gram [F, F].
+
+    Active sets (Lawson & Hanson 1974, in the form of Bro & de Jong 1997): free the coordinate that wants up most, solve over the free
+    ones, and step back to the boundary while any would go below 0.
+    """
+    solution = np.zeros_like(target)
+    free = np.zeros(target.size, dtype=bool)
+    for _ in range(3 * target.size):
+        slope = np.where(free, -np.inf, target - gram @ solution)
+        if slope.max() <= 1e-10 * max(float(np.abs(target).max()), 1.0):
+            break
+        free[int(slope.argmax())] = True
+        while True:
+            wanted = np.zeros_like(solution)
+            wanted[free] = np.linalg.solve(gram[np.ix_(free, free)], target[free])
+            below = free & (wanted <= 0)
+            if not below.any():
+                break
+            step = float((solution[below] / (solution[below] - wanted[below])).min())
+            solution = solution + step * (wanted - solution)
+            free &= solution > 1e-15
+            solution[~free] = 0.0
+        solution = wanted
+    return solution

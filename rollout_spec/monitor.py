@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_NEW_TOKENS = 6.0  # that a new request's entropy is taken for the batch's
+_NEW_TOKENS = 16.0  # that a new request's entropy is taken for the batch's
 _ENTROPY_ROUNDS = 6.0  # tokens a request that the batch's mean entropy remembers
 _JUDGED_KEPT = 0.1  # of what the drafter was judged by, after the policy's weights changed
-_FIRST_LOOK = 64.0  # first-depth observations of new drafter weights before anything is said about them
+_SURE = 3.0  # standard errors
+_FIRST_LOOK = 96.0  # first-depth observations of new drafter weights before anything is said about them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class Forecast:
     nodes: Array  # [D] nodes that a request gets at this depth when it is asked for
     spread: Array  # [D] standard error of the law's part of ``accept``
     entropies: Array  # [B] recent mean entropy of each request, nats
-    epoch: int  # counts the times that everything may have changed: weights, or a jump
+    epoch: int  # EntropyMonitor.epoch
     num_observed: float  # first-depth observations that the law rests on
 
     @property
@@ -138,17 +139,19 @@ class EntropyMonitor:
         self.config = MonitorConfig() if config is None else config
         depth = self.config.max_depth
         self._requests = _Rows()
-        # Faded sums over observations, by depth: weight, α, H, H², α H.
-        self._n, self._y, self._x, self._xx, self._xy = np.zeros((5, depth))
+        # Faded sums over observations, by depth: weight, α, H.
+        self._n, self._y, self._x = np.zeros((3, depth))
+        # For the slope, faded sums over first depths: number, H, α, H², α H, squared error of H; H the batch's.
+        self._regression = [0.0] * 6
         # Faded sums by depth over requests that were asked: walks that got there and those that found a node; askings and nodes.
         self._reached, self._found, self._asked, self._nodes = np.zeros((4, depth))
-        self._entropy_sum = self._entropy_weight = 0.0  # of all emitted positions
+        self._entropy_sum = self._entropy_squares = self._entropy_weight = 0.0  # of all emitted positions
         self._squares = self._square_weight = 0.0  # n r² of rounds' mean residuals r: their noise
         self._covariance = self._variance = self._pairs = 0.0  # of a request's residual with its offset so far, and with itself
         self._below, self._above = _Run(), _Run()
         self._judged = (0.0, 0.0, 0.0)  # faded sums over requests' first observations: number, first acceptance, H
         self._reference = (0.0, 0.0, 0.0)  # the same of the drafter's weights when they were new
-        self._num_reference = 0.0
+        self._is_new = True  # the drafter's weights: no update of the policy's came after enough was seen of them
         self._epoch = 0
         self._stale = False
         self._coefficients: tuple[Array, float] = (np.zeros(depth), 0.0)
@@ -160,6 +163,11 @@ class EntropyMonitor:
     def stale(self) -> bool:
         """True while the drafter accepts clearly less than when its weights were new, at the entropy there is now."""
         return self._stale
+
+    @property
+    def epoch(self) -> int:
+        """Counts the times that everything may have changed: weights, or a jump."""
+        return self._epoch
 
     @property
     def law(self) -> tuple[Array, float]:
@@ -179,7 +187,7 @@ class EntropyMonitor:
         entropy = self.mean_entropy if self._entropy_weight else 0.0
         intercepts, slope = self._coefficients
         now = min(max(float(intercepts[0]) + slope * entropy, 0.01), 0.995)
-        return now, self._reference_at(entropy) if self._num_reference >= _FIRST_LOOK else math.nan
+        return now, self._reference_at(entropy) if self._reference[0] >= _FIRST_LOOK else math.nan
 
     def forecast(self, request_ids: tuple[str, ...]) -> Forecast:
         """For the next round of these requests, in this order."""
@@ -221,16 +229,17 @@ class EntropyMonitor:
     def target_updated(self) -> None:
         """The policy's weights changed: what was seen counts less, but the drafter is still held to what it once was."""
         self._fade_all(self.config.version_memory)
+        self._is_new = self._is_new and self._reference[0] < _FIRST_LOOK
         self._judged = (self._judged[0] * _JUDGED_KEPT, self._judged[1] * _JUDGED_KEPT, self._judged[2] * _JUDGED_KEPT)
 
     def drafter_updated(self) -> None:
         """The drafter's weights changed: it is judged anew."""
         self._fade_all(self.config.drafter_memory)
         self._judged = self._reference = (0.0, 0.0, 0.0)
-        self._num_reference, self._stale = 0.0, False
+        self._is_new, self._stale = True, False
 
     def _fade_all(self, kept: float) -> None:
-        for sums in (self._n, self._y, self._x, self._xx, self._xy, self._reached, self._found, self._asked, self._nodes):
+        for sums in (self._n, self._y, self._x, self._reached, self._found, self._asked, self._nodes):
             sums *= kept
         self._requests.values[:, (_Rows.RESIDUAL, _Rows.COUNT)] *= kept
         self._requests.values[:, _Rows.SEEN] = 0.0
@@ -249,6 +258,7 @@ class EntropyMonitor:
         # All requests together show a change of the policy or its temperature within rounds; how a request differs shows slowly.
         fade = math.exp(-count / max(self.config.entropy_memory, _ENTROPY_ROUNDS * len(counts)))
         self._entropy_sum = self._entropy_sum * fade + float(sums.sum())
+        self._entropy_squares = self._entropy_squares * fade + float(np.square(entropies[known]).sum())
         self._entropy_weight = self._entropy_weight * fade + count
         held = self._requests.values[rows]
         kept = held[:, _Rows.TOKENS] * np.exp(-counts / self.config.entropy_memory)
@@ -268,21 +278,38 @@ class EntropyMonitor:
         accept = np.where(seen, probs, 0.0)
         entropies = expected.entropies
         counts = seen.sum(0)
+        self._observe_slope(float(counts[0]), float(accept[:, 0].sum()), float(entropies[seen[:, 0]].mean()) if counts[0] else 0.0)
         fade = np.exp(-counts / self.config.law_memory)
-        weights = seen.astype(np.float64)
-        for sums, new in (
-            (self._n, counts),
-            (self._y, accept.sum(0)),
-            (self._x, entropies @ weights),
-            (self._xx, (entropies * entropies) @ weights),
-            (self._xy, entropies @ accept),
-        ):
+        for sums, new in ((self._n, counts), (self._y, accept.sum(0)), (self._x, entropies @ seen)):
             sums[:depth] = sums[:depth] * fade + new
         residuals = np.where(seen, accept - expected.accept[:, :depth], 0.0)
         self._observe_offsets(outcome, expected, seen, rows)
         self._observe_jump(float(residuals.sum()), float(counts.sum()))
         self._fit()
         self._observe_first(outcome, expected, rows)
+
+    def _observe_slope(self, count: float, accept: float, entropy: float) -> None:
+        """How first acceptance moves with the batch's entropy, over rounds: the sums of a regression that jumps leave alone.
+
+        A request's own entropy is too noisy a regressor: errors flatten a slope. They do so to the batch's, too; what they add to its
+        variance is summed as well, and taken off.
+        """
+        fade = math.exp(-count / self.config.law_memory)
+        new = (count, count * entropy, accept, count * entropy * entropy, accept * entropy, count * self._entropy_error())
+        self._regression = [held * fade + more for held, more in zip(self._regression, new, strict=True)]
+
+    def _slope(self) -> float:
+        number, x, y, xx, xy, error = self._regression
+        variance, covariance = (xx - x * x / number, xy - x * y / number) if number > 0 else (0.0, 0.0)
+        weight, prior = self.config.slope_weight, self.config.prior_slope
+        return min((weight * prior + covariance) / (weight + max(variance - error, 0.0)), 0.0)
+
+    def _entropy_error(self) -> float:
+        """Squared standard error of ``mean_entropy``, nats²."""
+        if not self._entropy_weight:
+            return 0.0
+        mean = self._entropy_sum / self._entropy_weight
+        return max(self._entropy_squares / self._entropy_weight - mean * mean, 0.0) / self._entropy_weight
 
     def _observe_findings(self, outcome: RoundOutcome, depth: int) -> None:
         """How often a walk that got to a depth found a node there, and how many nodes a request gets a depth."""
@@ -351,8 +378,7 @@ class EntropyMonitor:
         shift, count = run.residual_sum / run.count, run.count
         kept = min(1.0, max(count, self.config.prior_weight) / max(float(self._n[0]), 1.0))
         self._y += shift * self._n
-        self._xy += shift * self._x
-        for sums in (self._n, self._y, self._x, self._xx, self._xy):
+        for sums in (self._n, self._y, self._x):
             sums *= kept
         self._requests.values[:, (_Rows.RESIDUAL, _Rows.COUNT)] = 0.0
         self._below.clear()
@@ -360,14 +386,10 @@ class EntropyMonitor:
         self._epoch += 1
 
     def _fit(self) -> None:
-        """Least squares with priors: one slope within all depths, then an intercept a depth, each leaning on the depth before."""
+        """Least squares with priors: one slope for all depths, then an intercept a depth, each leaning on the depth before."""
         own = self.config
-        weight = np.maximum(self._n, 1e-9)
-        within_xx = float((self._xx - self._x * self._x / weight).sum())
-        within_xy = float((self._xy - self._x * self._y / weight).sum())
-        slope = (own.slope_weight * own.prior_slope + within_xy) / (own.slope_weight + max(within_xx, 0.0))
-        slope = min(slope, 0.0)
-        pivot = float(self._x[0] / weight[0]) if self._n[0] > 0 else 1.0
+        slope = self._slope()
+        pivot = float(self._x[0] / self._n[0]) if self._n[0] > 0 else 1.0
         intercepts = np.empty_like(self._n)
         at_pivot = own.prior_accept
         for d, (n, x, y) in enumerate(zip(self._n.tolist(), self._x.tolist(), self._y.tolist(), strict=True)):
@@ -377,15 +399,16 @@ class EntropyMonitor:
         self._coefficients = (intercepts, slope)
 
     def _observe_first(self, outcome: RoundOutcome, expected: Forecast, rows: Ints) -> None:
-        """Judge the drafter by the first observations of each request (since the policy's last update), which nobody has selected.
+        """Judge the drafter by observations that nobody has selected.
 
-        Later ones come from the requests that accept most, for those are drafted for; how many these are says nothing about the drafter.
+        These are the first ones of each request, since the policy's last update, and those of rounds that drafted for all. Others come
+        from the requests that accept most, for these are drafted for; how many they are says nothing about the drafter.
         """
         own = self.config
         seen_before = self._requests.values[rows, _Rows.SEEN]
         first = outcome.accept_probs[:, 0]
         known = ~np.isnan(first)
-        chosen = known & (seen_before < own.judged_per_request)
+        chosen = known & ((seen_before < own.judged_per_request) | bool(outcome.asked.all()))
         self._requests.values[rows, _Rows.SEEN] = seen_before + known
         count = float(chosen.sum())
         if not count:
@@ -393,23 +416,26 @@ class EntropyMonitor:
         fade = math.exp(-count / own.judged_memory)
         accept, entropy = float(first[chosen].sum()), float(expected.entropies[chosen].sum())
         self._judged = (self._judged[0] * fade + count, self._judged[1] * fade + accept, self._judged[2] * fade + entropy)
-        if self._num_reference < own.reference_size:
-            self._num_reference += count
+        if self._is_new and self._reference[0] < own.reference_size:
             self._reference = (self._reference[0] + count, self._reference[1] + accept, self._reference[2] + entropy)
         self._judge()
 
     def _judge(self) -> None:
         own, (number, accept, entropy) = self.config, self._judged
-        if self._num_reference < _FIRST_LOOK or number < own.prior_weight:
+        if self._reference[0] < _FIRST_LOOK or number < own.prior_weight:
             return
         now, reference = accept / number, self._reference_at(entropy / number)
         # The farther the entropy has moved since, the less the slope is to be relied on.
         doubt = own.slope_doubt * abs(entropy / number - self._reference[2] / self._reference[0])
-        noise = math.sqrt((self._variance / self._pairs if self._pairs > 1.0 else 0.25) / number)
+        # Requests differ, too: those of now may be others than those of then.
+        known = self._pairs > 1.0
+        noise = self._variance / self._pairs if known else 0.25
+        noise += own.judged_per_request * max(self._covariance / self._pairs, 0.0) if known else 0.0
+        error = math.sqrt(noise / number + noise / self._reference[0])
         if self._stale:
             self._stale = now + doubt < own.fresh_above * reference
         else:
-            self._stale = now + doubt < own.stale_below * reference and reference - now - doubt > 3.0 * noise
+            self._stale = now + doubt < own.stale_below * reference and reference - now - doubt > _SURE * error
 
     def _reference_at(self, entropy: float) -> float:
         number, accept, pivot = self._reference
@@ -417,10 +443,12 @@ class EntropyMonitor:
 
     # Kept between runs
 
-    _SUMS = ("_n", "_y", "_x", "_xx", "_xy", "_reached", "_found", "_asked", "_nodes")
+    _SUMS = ("_n", "_y", "_x", "_reached", "_found", "_asked", "_nodes")
     _NUMBERS = (
         "_entropy_sum",
+        "_entropy_squares",
         "_entropy_weight",
+        "_regression",
         "_squares",
         "_square_weight",
         "_covariance",
@@ -428,7 +456,7 @@ class EntropyMonitor:
         "_pairs",
         "_epoch",
         "_stale",
-        "_num_reference",
+        "_is_new",
         "_judged",
         "_reference",
     )

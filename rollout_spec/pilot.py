@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from rollout_spec.events import BudgetEvent, DrafterStaleEvent, Event
 from rollout_spec.monitor import EntropyMonitor, Forecast, RoundOutcome
 
 _FORMAT = 1
+_HOLD_ROUNDS = 4  # that a decision stands for
 _EVENT_EVERY = 64  # rounds, when nothing changes
 
 
@@ -50,11 +50,19 @@ class BudgetPilot:
         self.costs = OnlineCosts() if costs is None else costs
         self._state: object = None
         self._forecast: Forecast | None = None
+        self._held: tuple[tuple[str, ...], Budget] | None = None  # the latest decision and its requests
+        self._num_held = 0  # rounds that it stood for
         self._told: tuple[str, int] | None = None  # reason and depth of the latest event
         self._since_told = 0
 
     def decide(self, request_ids: tuple[str, ...], remaining: Tensor, context_lengths: Tensor) -> Budget:
-        """The next round's budget for these requests; remaining and context_lengths [B]."""
+        """The next round's budget for these requests; remaining and context_lengths [B].
+
+        A decision stands for a few rounds of the same requests, unless something changed at once: deciding costs time too.
+        """
+        if self._held is not None and self._stands(*self._held, request_ids, remaining):
+            self._num_held += 1
+            return self._held[1]
         self._forecast = self.monitor.forecast(request_ids)
         signals = BudgetSignals(
             remaining=remaining,
@@ -62,14 +70,24 @@ class BudgetPilot:
             request_ids=request_ids,
             forecast=self._forecast,
             costs=self.costs.snapshot(),
+            num_rounds=max(self._num_held, 1),
         )
         budget, self._state = self.controller.decide(signals, self._state)
+        self._held, self._num_held = (request_ids, budget), 1
         return budget
+
+    def _stands(self, held_for: tuple[str, ...], budget: Budget, request_ids: tuple[str, ...], remaining: Tensor) -> bool:
+        lasts = budget.decision.holds and self._num_held < _HOLD_ROUNDS
+        return lasts and held_for == request_ids and bool((remaining > budget.draft_lengths).all())
 
     def observe(self, report: RoundReport) -> bool:
         """What became of the round that was decided last. True if the drafter was found stale by it."""
         self.costs.observe(report.shape, report.draft_s, report.rest_s)
-        return self.monitor.observe(report.outcome, self._forecast)
+        epoch = self.monitor.epoch
+        found_stale = self.monitor.observe(report.outcome, self._forecast)
+        if self.monitor.epoch != epoch:
+            self._held = None
+        return found_stale
 
     def events(self, round_index: int, budget: Budget, weights_version: int, drafter: str, *, found_stale: bool) -> list[Event]:
         """What is worth telling of the round: a decision that is another than before (or was not told for long), a stale drafter."""
@@ -98,10 +116,12 @@ class BudgetPilot:
 
     def target_updated(self) -> None:
         """The policy's weights changed."""
+        self._held = None
         self.monitor.target_updated()
 
     def drafter_updated(self) -> None:
         """The drafter's own weights changed."""
+        self._held = None
         self.monitor.drafter_updated()
 
     def save(self, path: Path) -> None:
@@ -122,10 +142,7 @@ class BudgetPilot:
             costs.load_state_dict(held["costs"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} holds no budget state that can be used ({error}); delete it to learn anew") from None
-        self.monitor, self.costs = monitor, costs
-
-
-MakePilot = Callable[[], BudgetPilot]
+        self.monitor, self.costs, self._held = monitor, costs, None
 
 
 def _budget_event(round_index: int, controller: str, budget: Budget) -> BudgetEvent:

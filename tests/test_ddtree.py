@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout_spec.drafters.ddtree import ddtree
+from rollout_spec.budget import TreeGrowth
+from rollout_spec.drafters.ddtree import best_nodes, ddtree, throughput_sizes
 from rollout_spec.tree import NO_PARENT, DraftTree, Draw
 
 
@@ -102,3 +103,44 @@ def test_wrong_arguments_are_named() -> None:
         ddtree(log_probs, torch.zeros(1, 2, dtype=torch.int64), ones, ones)
     with pytest.raises(ValueError, match="num_nodes and max_depths"):
         ddtree(log_probs.flip(2), torch.zeros(1, 1, 2, dtype=torch.int64), ones, torch.ones(2, dtype=torch.int64))
+
+
+def best_by_force(log_probs: Tensor, growth: TreeGrowth, trust: float) -> float:
+    """The most expected tokens a second over all sizes of all requests' trees, each the most probable nodes."""
+    ranked = []
+    for request in range(log_probs.shape[0]):
+        depths = range(1, log_probs.shape[1] + 1)
+        all_paths = (path for depth in depths for path in itertools.product(range(log_probs.shape[2]), repeat=depth))
+        ranked.append(sorted((prob(log_probs[request], path) for path in all_paths), reverse=True)[: growth.max_nodes])
+    rates = []
+    for sizes in itertools.product(*(range(len(probs) + 1) for probs in ranked)):
+        tokens = growth.num_requests + trust * sum(sum(probs[:size]) for probs, size in zip(ranked, sizes, strict=True))
+        rates.append(tokens / float(growth.round_s[sum(sizes)]))
+    return max(rates)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 2), st.sampled_from([0.5, 1.0]), st.sampled_from([0.0, 0.02, 0.2]))
+def test_sizes_by_throughput_are_the_best_of_all(seed: int, batch: int, trust: float, row_s: float) -> None:
+    log_probs = marginals(batch, 2, 3, seed)
+    generator = torch.Generator().manual_seed(seed)
+    increments = (torch.rand(batch * 6, generator=generator, dtype=torch.float64) * row_s).sort().values  # convex
+    growth = TreeGrowth(num_requests=batch + 1, round_s=1.0 + torch.nn.functional.pad(increments.cumsum(0), (1, 0)), max_nodes=6)
+    top = log_probs.topk(3, dim=-1)
+    nodes = best_nodes(top.values, torch.full((batch,), 6), torch.full((batch,), 2))
+    sizes = throughput_sizes(nodes, growth, trust)
+    gains = torch.where(torch.arange(6) < sizes[:, None], nodes.log_probs.exp(), 0.0).sum()
+    rate = (growth.num_requests + trust * float(gains)) / float(growth.round_s[int(sizes.sum())])
+    assert rate == pytest.approx(best_by_force(log_probs, growth, trust), rel=1e-12)
+    tree = nodes.tree(top.indices, sizes)
+    assert tree.num_nodes.tolist() == sizes.tolist()
+    tree.check(3)
+
+
+def test_where_rows_cost_too_much_no_tree_is_grown() -> None:
+    nodes = best_nodes(marginals(2, 3, 4, 0).topk(4, dim=-1).values, torch.full((2,), 8), torch.full((2,), 3))
+    dear = TreeGrowth(num_requests=2, round_s=1.0 + torch.arange(17, dtype=torch.float64), max_nodes=8)
+    free = TreeGrowth(num_requests=2, round_s=torch.ones(17, dtype=torch.float64), max_nodes=8)
+    few = TreeGrowth(num_requests=2, round_s=torch.ones(17, dtype=torch.float64), max_nodes=3)
+    assert throughput_sizes(nodes, dear).tolist() == [0, 0]
+    assert throughput_sizes(nodes, free).tolist() == [8, 8]
+    assert throughput_sizes(nodes, few).tolist() == [3, 3]

@@ -119,9 +119,11 @@ def application() -> typer.Typer:
     """Every command: the core's, those of reports and those of the trained drafters."""
     from rollout_spec.cli import app
     from rollout_spec.report import commands as reports
+    from rollout_spec.simulate import commands as simulations
     from rollout_spec_mtp import cli as drafters
 
     reports.add_commands(app)
+    simulations.add_commands(app)
     drafters.add_commands(app)
     return app
 

@@ -37,11 +37,11 @@ class EntropyBudget:
         limits = np.clip(signals.remaining.numpy() - 1, 0, self.max_length)
         lengths = np.minimum((signals.forecast.accepted[:, : self.max_length] >= self.threshold).sum(1), limits)
         if lengths.any():
-            return self._budget(signals, lengths, "threshold"), probing.drafted(self.probes)
+            return self._budget(signals, lengths, "threshold"), probing.drafted(signals.num_rounds, self.probes)
         if probing.wants_probe(_PROBE_COST, self.probes):
             probed = probe_lengths(probing, limits, self.probes)
             return self._budget(signals, probed, "probe"), probing.probed(int((probed > 0).sum()), self.probes)
-        return self._budget(signals, lengths, "off"), probing.stayed_off()
+        return self._budget(signals, lengths, "off"), probing.stayed_off(signals.num_rounds)
 
     def _budget(self, signals: BudgetSignals, lengths: Ints, reason: str) -> Budget:
         value = valued(signals.forecast, signals.costs, lengths, int(signals.context_lengths.sum()))
@@ -51,5 +51,6 @@ class EntropyBudget:
             num_accepted=value.num_accepted,
             round_s=value.round_s,
             gain=value.gain,
+            holds=reason != "probe",
         )
         return Budget(draft_lengths=torch.from_numpy(lengths), tree_width=self.tree_width, decision=decision)

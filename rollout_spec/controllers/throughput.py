@@ -10,13 +10,14 @@ import torch
 from rollout_spec.budget import Budget, BudgetSignals, Decision, TreeGrowth, check_widths
 from rollout_spec.controllers.probing import ProbeConfig, ProbeState
 from rollout_spec.controllers.selection import Ints, Selection, accept_by_depth, probe_lengths, select, valued
+from rollout_spec.cost import DEEPER
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputBudget:
     """Weighs expected acceptance against measured costs every round (``selection.select``).
 
-    Kinds of rounds that were never measured at about this number of requests are run once each, first without a draft, then with one.
+    Kinds of rounds that were never measured at about this number of requests are run a few times each: without a draft, one deep, two deep.
     Afterwards a budget of 0 is left only for an advantage of ``hysteresis``.
     """
 
@@ -24,12 +25,11 @@ class ThroughputBudget:
     tree_width: tuple[int, ...] = (1,)
     max_tree_nodes: int = 32  # of one request, for drafters that size their trees themselves
     hysteresis: float = 0.02
-    explore_length: int = 2
     probes: ProbeConfig = field(default_factory=ProbeConfig)
     name: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "explore_length", "max_tree_nodes"):
+        for name in ("max_length", "max_tree_nodes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if not 0 <= self.hysteresis < 1:
@@ -42,20 +42,19 @@ class ThroughputBudget:
         limits = np.clip(signals.remaining.numpy() - 1, 0, min(self.max_length, forecast.accept.shape[1]))
         batch, context = len(limits), int(signals.context_lengths.sum())
         nothing = np.zeros_like(limits)
-        if not costs.is_measured(batch, drafting=False):
-            return self._budget(signals, valued(forecast, costs, nothing, context), "explore"), probing
-        if not costs.is_measured(batch, drafting=True):
-            return self._budget(signals, valued(forecast, costs, np.minimum(limits, self.explore_length), context), "explore"), probing
+        for depth in range(min(DEEPER, int(limits.max())) + 1):
+            if not costs.is_measured(batch, depth):
+                return self._budget(signals, valued(forecast, costs, np.minimum(limits, depth), context), "explore"), probing
         best = select(forecast, costs, limits, context)
         worth = best.gain >= (0.0 if probing.drafting else self.hysteresis)
         if best.lengths.any() and worth:
             if probing.wants_reference(best.gain, probes):
                 return self._budget(signals, valued(forecast, costs, nothing, context), "reference"), probing.looked_without()
-            return self._budget(signals, best, "best"), probing.drafted(probes)
+            return self._budget(signals, best, "best"), probing.drafted(signals.num_rounds, probes)
         probe = valued(forecast, costs, probe_lengths(probing, limits, probes), context)
         if probing.wants_probe(probe.round_s / probe.plain_s - 1.0, probes) and probe.lengths.any():
             return self._budget(signals, probe, "probe"), probing.probed(int((probe.lengths > 0).sum()), probes)
-        return self._budget(signals, valued(forecast, costs, nothing, context), "off"), probing.stayed_off()
+        return self._budget(signals, valued(forecast, costs, nothing, context), "off"), probing.stayed_off(signals.num_rounds)
 
     def _budget(self, signals: BudgetSignals, chosen: Selection, reason: str) -> Budget:
         drafting = bool(chosen.lengths.any())
@@ -65,6 +64,7 @@ class ThroughputBudget:
             num_accepted=chosen.num_accepted,
             round_s=chosen.round_s,
             gain=chosen.gain if drafting else 0.0,
+            holds=reason in ("best", "off"),
         )
         return Budget(
             draft_lengths=torch.from_numpy(chosen.lengths),
