@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verdict import Verdict
-from rollout_spec.verify import EXACT_ON, RATIO_SCHEMES, CounterNoise, Scheme, TargetRows, VerifyNoise, with_scores
+from rollout_spec.verify import EXACT_ON, RATIO_SCHEMES, AllRows, CounterNoise, Scheme, TargetRows, VerifyNoise, with_scores
 from rollout_spec.verify import verify as readable_verify
 from rollout_spec.verify.ratio import SUM_TOLERANCE
 from rollout_spec_kernels.library import library
@@ -32,10 +32,10 @@ class Verification(ctypes.Structure):
     """rs::Verification of verification.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("scheme", "threads", "batch", "max_nodes", "vocab", "draft_vocab")),
+        *((name, ctypes.c_int64) for name in ("scheme", "threads", "batch", "max_nodes", "num_rows", "vocab", "draft_vocab")),
         ("sum_tolerance", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("tokens", "parents", "lengths", "draft_probs", "draft_token_ids", "column_of")),
-        *((name, ctypes.c_void_p) for name in ("rows", "entropies_in", "seeds", "positions", "accept", "recover")),
+        *((name, ctypes.c_void_p) for name in ("log_probs", "roots", "rows", "entropies_in", "seeds", "positions", "accept", "recover")),
         *((name, ctypes.c_void_p) for name in ("path", "num_accepted", "next_tokens", "is_bonus", "accept_probs", "scores", "entropies")),
         *((name, ctypes.c_void_p) for name in ("deepest", "wanted", "state")),
     ]
@@ -157,42 +157,40 @@ def _sibling_ranks(tree: DraftTree, valid: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rows:
-    """Where C++ finds the target's rows: addresses, 0 for those that are not computed yet."""
+    """Where C++ finds the target's rows: in one block, or at addresses that are filled in as rows are computed."""
 
-    addresses: Tensor  # [B, N + 1] int64, the root first
-    entropies: Tensor | None  # [B, N + 1] float32, where they and the rows tell a token's scores
+    whole: AllRows | None
+    addresses: Tensor | None  # [B, N + 1] int64, the root first, 0 = not computed yet
     held: list[Tensor]  # [R, V] each: what the addresses point into
 
     @staticmethod
     def of(machine: Machine, tree: DraftTree, target: TargetRows, *, needed: bool) -> _Rows | None:
         """None if the rows are not float32 where they are read, or cannot be had."""
-        nodes = torch.arange(tree.max_nodes + 1, device=machine.device)
-        everything = target.all_rows(needed=needed)
-        if everything is None:
+        whole = target.all_rows(needed=needed)
+        if whole is None:
             none = torch.zeros(tree.batch_size, tree.max_nodes + 1, dtype=torch.int64)
-            return _Rows(addresses=none, entropies=None, held=[]) if machine.takes_rows_later else None
-        if everything.log_probs.dtype is not torch.float32 or not machine.holds(everything.log_probs):
+            return _Rows(whole=None, addresses=none, held=[]) if machine.takes_rows_later else None
+        if whole.log_probs.dtype is not torch.float32 or not machine.holds(whole.log_probs, whole.roots, whole.entropies):
             return None
-        block = everything.log_probs.contiguous()
-        roots = everything.roots[:, None]
-        index = torch.where(nodes <= tree.num_nodes[:, None], roots + nodes, roots)
-        entropies = None if everything.entropies is None else everything.entropies[index]
-        return _Rows(addresses=_addresses(block, index), entropies=entropies, held=[block])
+        return _Rows(whole=whole, addresses=None, held=[])
+
+    @property
+    def has_entropies(self) -> bool:
+        """True if the rows tell a token's scores."""
+        return self.whole is not None and self.whole.entropies is not None
 
     def add(self, machine: Machine, target: TargetRows, entries: Tensor) -> bool:
         """Compute the rows of entries [B] (0 = the root, n + 1 = node n, negative = none). False if they are not float32 there."""
+        assert self.addresses is not None
         requests = (entries >= 0).nonzero()[:, 0]
         block = target.log_probs(requests, entries[requests] - 1)
         if block.dtype is not torch.float32 or not machine.holds(block):
             return False
-        self.held.append(block.contiguous())
-        self.addresses[requests, entries[requests]] = _addresses(self.held[-1], torch.arange(requests.numel()))
+        block = block.contiguous()
+        self.held.append(block)
+        row_bytes = block.shape[1] * block.element_size()
+        self.addresses[requests, entries[requests]] = block.data_ptr() + row_bytes * torch.arange(requests.numel())
         return True
-
-
-def _addresses(block: Tensor, index: Tensor) -> Tensor:
-    """int64 addresses of rows ``index`` of a contiguous block [R, V]."""
-    return index * (block.shape[1] * block.element_size()) + block.data_ptr()
 
 
 def _decide(machine: Machine, tree: DraftTree, target: TargetRows, rows: _Rows, noise: _Noise, scheme: Scheme) -> Verdict | None:
@@ -204,8 +202,10 @@ def _decide(machine: Machine, tree: DraftTree, target: TargetRows, rows: _Rows, 
         "lengths": tree.num_nodes,
         "draft_probs": tree.draft_probs if divides else None,
         "draft_token_ids": tree.draft_token_ids if divides else None,
+        "log_probs": None if rows.whole is None else rows.whole.log_probs,
+        "roots": None if rows.whole is None else rows.whole.roots,
         "rows": rows.addresses,
-        "entropies_in": rows.entropies,
+        "entropies_in": None if rows.whole is None else rows.whole.entropies,
         "accept": noise.accept,
         "recover": noise.recover,
         "seeds": _moved(noise.seeds, device),
@@ -220,8 +220,8 @@ def _decide(machine: Machine, tree: DraftTree, target: TargetRows, rows: _Rows, 
         "next_tokens": next_tokens,
         "is_bonus": torch.empty(batch, dtype=torch.bool, device=device),
         "accept_probs": torch.empty(batch, num_nodes, dtype=torch.float64, device=device),
-        "scores": None if rows.entropies is None else torch.empty(batch, num_nodes + 1, device=device),
-        "entropies": None if rows.entropies is None else torch.empty(batch, num_nodes + 1, device=device),
+        "scores": None if not rows.has_entropies else torch.empty(batch, num_nodes + 1, device=device),
+        "entropies": None if not rows.has_entropies else torch.empty(batch, num_nodes + 1, device=device),
         "deepest": deepest,
         "wanted": wanted.fill_(NOT_BEGUN),
         "state": torch.empty(batch * machine.state_bytes(num_nodes), dtype=torch.uint8, device=device),
@@ -232,6 +232,7 @@ def _decide(machine: Machine, tree: DraftTree, target: TargetRows, rows: _Rows, 
         threads=torch.get_num_threads(),
         batch=batch,
         max_nodes=num_nodes,
+        num_rows=0 if rows.whole is None else rows.whole.log_probs.shape[0],
         vocab=target.vocab_size,
         draft_vocab=tree.draft_probs.shape[2] if divides and tree.draft_probs is not None else 0,
         sum_tolerance=_SUM_TOLERANCE,

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from rollout_spec_kernels.cpu import CpuOps, unavailable_reason
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before a test imports one of Triton's kernels
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import ctypes
 import re
 import shutil
 import subprocess
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -147,6 +147,19 @@ def test_trees_that_are_not_on_a_gpu_are_left_to_the_readable_verifier(monkeypat
     tree, target_probs = _round(Scheme.BLOCK, 4, 50, None)
     verdict = cuda.verify(tree, DenseTarget(target_probs), CounterNoise([1] * 4, [2] * 4), Scheme.BLOCK)
     assert verdict.next_token_ids.shape == (4,)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here; benchmarks/device.sh runs this where there is one")
+@pytest.mark.parametrize("scheme", Scheme)
+@pytest.mark.parametrize(("batch", "vocab_size", "draft_vocab"), [(12, 77, 20), (5, 49_157, None), (3, 151_936, 8192)])
+def test_a_gpu_decides_what_the_cpu_decides(ops: CpuOps, scheme: Scheme, batch: int, vocab_size: int, draft_vocab: int | None) -> None:
+    tree, target_probs = _round(scheme, batch, vocab_size, draft_vocab)
+    noise = CounterNoise(list(range(batch)), [2**40] * batch, ops)
+    moved = {field.name: getattr(tree, field.name) for field in fields(tree)}
+    on_gpu = replace(tree, **{name: value.cuda() for name, value in moved.items() if isinstance(value, Tensor)})
+    got = cuda.verify(on_gpu, _Scored(target_probs.cuda()), noise, scheme)
+    wanted = verify_fused(tree, _Scored(target_probs), noise, scheme)
+    _assert_same(Verdict(**{field.name: getattr(got, field.name).cpu() for field in fields(got)}), wanted)
 
 
 @pytest.mark.slow

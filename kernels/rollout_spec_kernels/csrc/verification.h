@@ -22,14 +22,16 @@ enum Scheme : int64_t { kRejection, kBlock, kExactMatch, kGumbel, kRejectionWalk
 
 // Mirrored by _Verification in verify.py, field by field.
 struct Verification {
-  int64_t scheme, threads, batch, max_nodes, vocab, draft_vocab;
+  int64_t scheme, threads, batch, max_nodes, num_rows, vocab, draft_vocab;
   double sum_tolerance;                        // how far a draft distribution's sum may be from 1
   const int64_t *tokens, *parents, *lengths;   // [B, N] nodes, parents before children, -1 = the root; [B] how many
   const float* draft_probs;                    // [B, N, Vd], read by the schemes that divide by it
   const int64_t* draft_token_ids;              // [Vd] the token of each column, or null: column c is token c
   int32_t* column_of;                          // [V], with draft_token_ids only (Law)
-  const float* const* rows;                    // [B, N + 1] log-probabilities after the root and each node, null = not computed yet
-  const float* entropies_in;                   // [B, N + 1] of those rows, or null: then no scores are written
+  const float* log_probs;                      // [R, V], or null: then rows come one by one
+  const int64_t* roots;                        // [B] row of each request's root; its node n has row root + 1 + n
+  const float* const* rows;                    // [B, N + 1] rows after the root and each node, null = not computed yet; or null
+  const float* entropies_in;                   // [R] of log_probs, or null: then no scores are written
   const int64_t *seeds, *positions;            // [B] keys of the noise, or null: then the uniforms are given
   const double *accept, *recover;              // [B, N + 1], [B, N + 1] or null; accept by node, or by trial (traversal)
   int64_t *path, *num_accepted, *next_tokens;  // [B, N], [B], [B]
@@ -88,6 +90,7 @@ class Walker {
   // False if a number of the nodes first, first + stride, ... is not one that the readable verifier takes.
   RS_HD bool is_sound(int64_t first, int64_t stride) const {
     if (length() < 0 || length() > v_.max_nodes) return false;
+    if (!v_.rows && (v_.roots[b_] < 0 || v_.roots[b_] + length() >= v_.num_rows)) return false;
     const bool divides = v_.scheme != kExactMatch && v_.scheme != kGumbel;
     for (int64_t n = first; n < length(); n += stride) {
       if (token(n) < 0 || token(n) >= v_.vocab || parent(n) < -1 || parent(n) >= n) return false;
@@ -189,7 +192,9 @@ class Walker {
   RS_HD int64_t token(int64_t node) const { return v_.tokens[b_ * v_.max_nodes + node]; }
   RS_HD int64_t parent(int64_t node) const { return v_.parents[b_ * v_.max_nodes + node]; }
   RS_HD double& accept_probs(int64_t depth) { return v_.accept_probs[b_ * v_.max_nodes + depth]; }
-  RS_HD const float* row(int64_t node) const { return v_.rows[b_ * (v_.max_nodes + 1) + node + 1]; }
+  RS_HD const float* row(int64_t node) const {
+    return v_.rows ? v_.rows[b_ * (v_.max_nodes + 1) + node + 1] : v_.log_probs + (v_.roots[b_] + 1 + node) * v_.vocab;
+  }
   RS_HD const float* draft_row(int64_t node) const { return v_.draft_probs + (b_ * v_.max_nodes + node) * v_.draft_vocab; }
   RS_HD int64_t column(int64_t node) const { return law(-1, -1, 0, 0).column(token(node)); }
   RS_HD double draft_prob(int64_t node) const { return draft_row(node)[column(node)]; }
@@ -382,7 +387,7 @@ class Walker {
     for (int64_t i = 0; i < num; ++i) {
       const bool emitted = i <= accepted;
       v_.scores[b_ * num + i] = emitted ? row(s_.nodes[i])[i < accepted ? token(s_.nodes[i + 1]) : drawn] : (float)nan();
-      v_.entropies[b_ * num + i] = emitted ? v_.entropies_in[b_ * num + s_.nodes[i] + 1] : (float)nan();
+      v_.entropies[b_ * num + i] = emitted ? v_.entropies_in[v_.roots[b_] + 1 + s_.nodes[i]] : (float)nan();
     }
     return true;
   }
