@@ -86,7 +86,7 @@ $(HOSTS_STAMP):
 # The trainings are among the slow tests, and they are what this environment is for. vLLM also brings Triton (1 GB).
 test-hosts: venv-hosts
 	@$(HOSTS)/bin/python -m pytest -m "slow or not slow" tests/rl
-	@$(HOSTS)/bin/python -m pytest tests/kernels/test_triton_*.py
+	@$(HOSTS)/bin/python -m pytest tests/kernels/test_triton_*.py tests/kernels/test_gated_delta.py
 
 demo: venv
 	@$(BIN)/rollout-spec demo
