@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollout_spec.cost import RoundCosts
-from rollout_spec.monitor import Forecast
+from rollout_spec.rounds_seen import Forecast
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rollout_spec import __version__, reports
 from rollout_spec.bench import Bench, BenchSettings
+from rollout_spec.budget import BudgetController
+from rollout_spec.budget_state import prepared_pilot
 from rollout_spec.composition import Composition
 from rollout_spec.demo import run_demo
 from rollout_spec.doctor import Status, diagnose
@@ -183,7 +185,7 @@ def rollout(
                 session.runner,
                 config=EngineConfig(max_batch=max_batch, max_context=session.max_context, scheme=scheme),
                 drafter=made,
-                controller=controller,
+                controller=BudgetPilot(controller) if made is None else _pilot(controller, session, max_batch),
                 sink=sink,
                 detokenize=session.loaded.detokenize,
             )
@@ -193,7 +195,23 @@ def rollout(
     reports.print_summary(Console(), out, summary)
 
 
+def _pilot(controller: BudgetController, session: Session, max_batch: int) -> BudgetPilot:
+    """The budget with the costs of this model on this machine, measured now if they never were."""
+    with _progress() as progress:
+        task = progress.add_task("measuring the machine", total=None, visible=False)
+        return prepared_pilot(
+            controller,
+            session.runner,
+            model=session.loaded.path,
+            max_batch=max_batch,
+            on_forward=lambda done, total: progress.update(task, completed=done, total=total, visible=True),
+        )
+
+
 def _run_job(job: RolloutJob, engine: Engine) -> dict[str, object]:
+    learnt = job.out / "budget.json"
+    if engine.drafter is not None and learnt.exists():  # of the same folder, interrupted
+        engine.pilot.load(learnt)
     with _progress() as progress:
         task = progress.add_task("rollouts", total=job.total)
         try:
@@ -201,6 +219,9 @@ def _run_job(job: RolloutJob, engine: Engine) -> dict[str, object]:
         except KeyboardInterrupt:
             _say(f"interrupted; finished samples are kept in {job.out}: run the same command with --resume to go on")
             raise typer.Exit(INTERRUPTED) from None
+        finally:
+            if engine.drafter is not None:
+                engine.pilot.save(learnt)
 
 
 @app.command()

@@ -236,7 +236,8 @@ def _relative_fit(features: Array, log_costs: list[float], counts: list[int]) ->
     gram, target = unit.T @ (unit * weights[:, None]), unit.T @ weights
     # A trace of ridge: features that were never told apart share their cost instead of one of them taking it all.
     gram[np.diag_indices_from(gram)] += _RIDGE * weights.sum()
-    return non_negative(gram, target) / norms
+    fitted: Array = non_negative(gram, target) / norms
+    return fitted
 
 
 def non_negative(gram: Array, target: Array) -> Array:

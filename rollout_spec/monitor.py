@@ -11,21 +11,22 @@ Shape legend: B requests in a round, D depths (entry 0 is depth 1).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rollout_spec.request_rows import RequestRows
+from rollout_spec.rounds_seen import Forecast, RoundOutcome
+from rollout_spec.staleness import StaleConfig, StaleJudge
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _NEW_TOKENS = 16.0  # that a new request's entropy is taken for the batch's
 _ENTROPY_ROUNDS = 6.0  # tokens a request that the batch's mean entropy remembers
-_JUDGED_KEPT = 0.1  # of what the drafter was judged by, after the policy's weights changed
-_SURE = 3.0  # standard errors
-_FIRST_LOOK = 96.0  # first-depth observations of new drafter weights before anything is said about them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,91 +46,15 @@ class MonitorConfig:
     jump_threshold: float = 6.0  # and their sum that means a jump
     version_memory: float = 0.4  # what earlier observations count after the policy's weights changed
     drafter_memory: float = 0.1  # and after the drafter's did
-    stale_below: float = 0.75  # stale is a first acceptance below this part of what the law said when the drafter's weights were new
-    fresh_above: float = 0.85  # above which it is no longer
-    slope_doubt: float = 0.04  # acceptance a nat that the slope may be wrong by
-    reference_size: float = 600.0  # observations of new drafter weights that make what they are held to later
     judged_per_request: float = 16.0  # first observations of a request, since the policy's last update, that the drafter is judged by
-    judged_memory: float = 200.0  # how many of them are remembered
+    staleness: StaleConfig = field(default_factory=StaleConfig)
 
     def __post_init__(self) -> None:
         if self.max_depth < 1:
             raise ValueError(f"max_depth must be 1 or more, got {self.max_depth}")
-        for name in ("law_memory", "entropy_memory", "offset_memory", "prior_weight", "slope_weight", "reference_size", "judged_memory"):
+        for name in ("law_memory", "entropy_memory", "offset_memory", "prior_weight", "slope_weight"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not 0 < self.stale_below <= self.fresh_above <= 1:
-            raise ValueError(f"0 < stale_below <= fresh_above <= 1 does not hold for {self.stale_below} and {self.fresh_above}")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RoundOutcome:
-    """What a round showed. No token is in here, drafted or emitted."""
-
-    request_ids: tuple[str, ...]
-    asked: Ints  # [B] draft depths asked for
-    accept_probs: Array  # [B, D] as Verdict.accept_probs, NaN where nothing was drafted or not reached
-    num_accepted: Ints  # [B]
-    nodes_by_depth: Array  # [D] draft nodes of all requests together
-    entropies: Array  # [B, D + 1] at the emitted positions, NaN after them
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Forecast:
-    """What is expected of the next round's drafts."""
-
-    accept: Array  # [B, D] that a node of this depth is accepted, given that the walk gets there and one was drafted
-    steps: Array  # [B, D] the same times the probability that the drafter finds something to draft
-    nodes: Array  # [D] nodes that a request gets at this depth when it is asked for
-    spread: Array  # [D] standard error of the law's part of ``accept``
-    entropies: Array  # [B] recent mean entropy of each request, nats
-    epoch: int  # EntropyMonitor.epoch
-    num_observed: float  # first-depth observations that the law rests on
-
-    @property
-    def accepted(self) -> Array:
-        """[B, D] expected tokens that depth d adds: the product of ``steps`` down to it."""
-        product: Array = np.cumprod(self.steps, axis=1)
-        return product
-
-
-class _Rows:
-    """A number of each kind for every running request, in arrays."""
-
-    FIELDS = 5
-    # Mean entropy over the batch's, tokens it rests on; sum and number of residuals; first-depth observations since the policy's update.
-    ENTROPY, TOKENS, RESIDUAL, COUNT, SEEN = range(FIELDS)
-
-    def __init__(self) -> None:
-        self.values: Array = np.zeros((8, self.FIELDS))
-        self._row_of: dict[str, int] = {}
-        self._free = list(range(8))
-        self._last: tuple[tuple[str, ...], Ints] = ((), np.empty(0, np.int64))
-
-    def of(self, request_ids: tuple[str, ...]) -> Ints:
-        """[B] rows, new ones zeroed."""
-        if request_ids == self._last[0]:
-            return self._last[1]
-        found = np.array([self._row(request_id) for request_id in request_ids], dtype=np.int64)
-        self._last = (request_ids, found)
-        return found
-
-    def _row(self, request_id: str) -> int:
-        row = self._row_of.get(request_id)
-        if row is None:
-            if not self._free:
-                size = len(self.values)
-                self.values = np.concatenate([self.values, np.zeros_like(self.values)])
-                self._free = list(range(size, 2 * size))
-            row = self._row_of[request_id] = self._free.pop()
-            self.values[row] = 0.0
-        return row
-
-    def drop(self, request_id: str) -> None:
-        row = self._row_of.pop(request_id, None)
-        if row is not None:
-            self._free.append(row)
-            self._last = ((), np.empty(0, np.int64))
 
 
 class EntropyMonitor:
@@ -138,7 +63,7 @@ class EntropyMonitor:
     def __init__(self, config: MonitorConfig | None = None) -> None:
         self.config = MonitorConfig() if config is None else config
         depth = self.config.max_depth
-        self._requests = _Rows()
+        self._requests = RequestRows()
         # Faded sums over observations, by depth: weight, α, H.
         self._n, self._y, self._x = np.zeros((3, depth))
         # For the slope, faded sums over first depths: number, H, α, H², α H, squared error of H; H the batch's.
@@ -149,11 +74,8 @@ class EntropyMonitor:
         self._squares = self._square_weight = 0.0  # n r² of rounds' mean residuals r: their noise
         self._covariance = self._variance = self._pairs = 0.0  # of a request's residual with its offset so far, and with itself
         self._below, self._above = _Run(), _Run()
-        self._judged = (0.0, 0.0, 0.0)  # faded sums over requests' first observations: number, first acceptance, H
-        self._reference = (0.0, 0.0, 0.0)  # the same of the drafter's weights when they were new
-        self._is_new = True  # the drafter's weights: no update of the policy's came after enough was seen of them
+        self._judge = StaleJudge(self.config.staleness)
         self._epoch = 0
-        self._stale = False
         self._coefficients: tuple[Array, float] = (np.zeros(depth), 0.0)
         self._fit()
 
@@ -162,7 +84,7 @@ class EntropyMonitor:
     @property
     def stale(self) -> bool:
         """True while the drafter accepts clearly less than when its weights were new, at the entropy there is now."""
-        return self._stale
+        return self._judge.stale
 
     @property
     def epoch(self) -> int:
@@ -187,18 +109,18 @@ class EntropyMonitor:
         entropy = self.mean_entropy if self._entropy_weight else 0.0
         intercepts, slope = self._coefficients
         now = min(max(float(intercepts[0]) + slope * entropy, 0.01), 0.995)
-        return now, self._reference_at(entropy) if self._reference[0] >= _FIRST_LOOK else math.nan
+        return now, self._judge.reference_at(entropy, slope)
 
     def forecast(self, request_ids: tuple[str, ...]) -> Forecast:
         """For the next round of these requests, in this order."""
         rows = self._requests.of(request_ids)
         held = self._requests.values[rows]
         overall = self.mean_entropy if self._entropy_weight else 1.0
-        known = held[:, _Rows.TOKENS]
+        known = held[:, RequestRows.TOKENS]
         # A new request starts at the batch's mean entropy, worth some tokens.
-        entropies = overall * (held[:, _Rows.ENTROPY] * known + _NEW_TOKENS) / (known + _NEW_TOKENS)
+        entropies = overall * (held[:, RequestRows.ENTROPY] * known + _NEW_TOKENS) / (known + _NEW_TOKENS)
         intercepts, slope = self._coefficients
-        offsets = held[:, _Rows.RESIDUAL] / (held[:, _Rows.COUNT] + self._offset_prior())
+        offsets = held[:, RequestRows.RESIDUAL] / (held[:, RequestRows.COUNT] + self._offset_prior())
         accept = np.clip(intercepts + (slope * entropies + offsets)[:, None], 0.01, 0.995)
         found = (self._found + 1.0) / (self._reached + 1.0)
         noise = self._variance / self._pairs if self._pairs > 0 else 0.25
@@ -217,11 +139,11 @@ class EntropyMonitor:
     def observe(self, outcome: RoundOutcome, expected: Forecast | None = None) -> bool:
         """Take in one round, for which ``expected`` was the forecast. True if the drafter was found stale by it."""
         rows = self._requests.of(outcome.request_ids)
-        before = self._stale
+        before = self._judge.stale
         if outcome.asked.any():
             self._observe_drafts(outcome, rows, self.forecast(outcome.request_ids) if expected is None else expected)
         self._observe_entropies(outcome.entropies, rows)
-        return self._stale and not before
+        return self._judge.stale and not before
 
     def finish(self, request_id: str) -> None:
         self._requests.drop(request_id)
@@ -229,20 +151,18 @@ class EntropyMonitor:
     def target_updated(self) -> None:
         """The policy's weights changed: what was seen counts less, but the drafter is still held to what it once was."""
         self._fade_all(self.config.version_memory)
-        self._is_new = self._is_new and self._reference[0] < _FIRST_LOOK
-        self._judged = (self._judged[0] * _JUDGED_KEPT, self._judged[1] * _JUDGED_KEPT, self._judged[2] * _JUDGED_KEPT)
+        self._judge.target_updated()
 
     def drafter_updated(self) -> None:
         """The drafter's weights changed: it is judged anew."""
         self._fade_all(self.config.drafter_memory)
-        self._judged = self._reference = (0.0, 0.0, 0.0)
-        self._is_new, self._stale = True, False
+        self._judge.drafter_updated()
 
     def _fade_all(self, kept: float) -> None:
         for sums in (self._n, self._y, self._x, self._reached, self._found, self._asked, self._nodes):
             sums *= kept
-        self._requests.values[:, (_Rows.RESIDUAL, _Rows.COUNT)] *= kept
-        self._requests.values[:, _Rows.SEEN] = 0.0
+        self._requests.values[:, (RequestRows.RESIDUAL, RequestRows.COUNT)] *= kept
+        self._requests.values[:, RequestRows.SEEN] = 0.0
         self._below.clear()
         self._above.clear()
         self._epoch += 1
@@ -261,11 +181,11 @@ class EntropyMonitor:
         self._entropy_squares = self._entropy_squares * fade + float(np.square(entropies[known]).sum())
         self._entropy_weight = self._entropy_weight * fade + count
         held = self._requests.values[rows]
-        kept = held[:, _Rows.TOKENS] * np.exp(-counts / self.config.entropy_memory)
+        kept = held[:, RequestRows.TOKENS] * np.exp(-counts / self.config.entropy_memory)
         total = kept + counts
         relative = sums / max(self.mean_entropy, 1e-3)
-        held[:, _Rows.ENTROPY] = (held[:, _Rows.ENTROPY] * kept + relative) / np.maximum(total, 1e-9)
-        held[:, _Rows.TOKENS] = total
+        held[:, RequestRows.ENTROPY] = (held[:, RequestRows.ENTROPY] * kept + relative) / np.maximum(total, 1e-9)
+        held[:, RequestRows.TOKENS] = total
         self._requests.values[rows] = held
 
     def _observe_drafts(self, outcome: RoundOutcome, rows: Ints, expected: Forecast) -> None:
@@ -335,7 +255,7 @@ class EntropyMonitor:
         counts = seen.sum(1)
         beyond = np.where(seen, outcome.accept_probs[:, :depth] - law, 0.0).sum(1)
         held = self._requests.values[rows]
-        sums, numbers = held[:, _Rows.RESIDUAL], held[:, _Rows.COUNT]
+        sums, numbers = held[:, RequestRows.RESIDUAL], held[:, RequestRows.COUNT]
         both = (numbers > 0) & (counts > 0)
         if both.any():
             now, before = beyond[both] / counts[both], sums[both] / numbers[both]
@@ -344,8 +264,8 @@ class EntropyMonitor:
             self._variance = self._variance * fade + float((now * now) @ counts[both])
             self._pairs = self._pairs * fade + float(both.sum())
         fading = np.exp(-counts / self.config.offset_memory)
-        held[:, _Rows.RESIDUAL] = sums * fading + beyond
-        held[:, _Rows.COUNT] = numbers * fading + counts
+        held[:, RequestRows.RESIDUAL] = sums * fading + beyond
+        held[:, RequestRows.COUNT] = numbers * fading + counts
         self._requests.values[rows] = held
 
     def _offset_prior(self) -> float:
@@ -380,7 +300,7 @@ class EntropyMonitor:
         self._y += shift * self._n
         for sums in (self._n, self._y, self._x):
             sums *= kept
-        self._requests.values[:, (_Rows.RESIDUAL, _Rows.COUNT)] = 0.0
+        self._requests.values[:, (RequestRows.RESIDUAL, RequestRows.COUNT)] = 0.0
         self._below.clear()
         self._above.clear()
         self._epoch += 1
@@ -405,41 +325,20 @@ class EntropyMonitor:
         from the requests that accept most, for these are drafted for; how many they are says nothing about the drafter.
         """
         own = self.config
-        seen_before = self._requests.values[rows, _Rows.SEEN]
+        seen_before = self._requests.values[rows, RequestRows.SEEN]
         first = outcome.accept_probs[:, 0]
         known = ~np.isnan(first)
         chosen = known & ((seen_before < own.judged_per_request) | bool(outcome.asked.all()))
-        self._requests.values[rows, _Rows.SEEN] = seen_before + known
+        self._requests.values[rows, RequestRows.SEEN] = seen_before + known
         count = float(chosen.sum())
         if not count:
             return
-        fade = math.exp(-count / own.judged_memory)
-        accept, entropy = float(first[chosen].sum()), float(expected.entropies[chosen].sum())
-        self._judged = (self._judged[0] * fade + count, self._judged[1] * fade + accept, self._judged[2] * fade + entropy)
-        if self._is_new and self._reference[0] < own.reference_size:
-            self._reference = (self._reference[0] + count, self._reference[1] + accept, self._reference[2] + entropy)
-        self._judge()
-
-    def _judge(self) -> None:
-        own, (number, accept, entropy) = self.config, self._judged
-        if self._reference[0] < _FIRST_LOOK or number < own.prior_weight:
-            return
-        now, reference = accept / number, self._reference_at(entropy / number)
-        # The farther the entropy has moved since, the less the slope is to be relied on.
-        doubt = own.slope_doubt * abs(entropy / number - self._reference[2] / self._reference[0])
         # Requests differ, too: those of now may be others than those of then.
-        known = self._pairs > 1.0
-        noise = self._variance / self._pairs if known else 0.25
-        noise += own.judged_per_request * max(self._covariance / self._pairs, 0.0) if known else 0.0
-        error = math.sqrt(noise / number + noise / self._reference[0])
-        if self._stale:
-            self._stale = now + doubt < own.fresh_above * reference
-        else:
-            self._stale = now + doubt < own.stale_below * reference and reference - now - doubt > _SURE * error
-
-    def _reference_at(self, entropy: float) -> float:
-        number, accept, pivot = self._reference
-        return min(max(accept / number + self._coefficients[1] * (entropy - pivot / number), 0.02), 0.995)
+        noise = 0.25
+        if self._pairs > 1.0:
+            noise = (self._variance + own.judged_per_request * max(self._covariance, 0.0)) / self._pairs
+        accept, entropy = float(first[chosen].sum()), float(expected.entropies[chosen].sum())
+        self._judge.observe(count, accept, entropy, slope=self._coefficients[1], noise=noise)
 
     # Kept between runs
 
@@ -455,15 +354,12 @@ class EntropyMonitor:
         "_variance",
         "_pairs",
         "_epoch",
-        "_stale",
-        "_is_new",
-        "_judged",
-        "_reference",
     )
 
     def state_dict(self) -> dict[str, Any]:
         """The law and its evidence, as JSON can hold it; requests are not kept."""
-        return {name: getattr(self, name).tolist() for name in self._SUMS} | {name: getattr(self, name) for name in self._NUMBERS}
+        sums = {name: getattr(self, name).tolist() for name in self._SUMS}
+        return sums | {name: getattr(self, name) for name in self._NUMBERS} | {"judge": self._judge.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what ``state_dict`` gave. ValueError if it is of another depth, KeyError if something is missing."""
@@ -473,13 +369,8 @@ class EntropyMonitor:
             setattr(self, name, np.array(state[name], dtype=np.float64))
         for name in self._NUMBERS:
             setattr(self, name, state[name])
-        self._judged, self._reference = _triple(state["_judged"]), _triple(state["_reference"])
+        self._judge.load_state_dict(state["judge"])
         self._fit()
-
-
-def _triple(values: Sequence[float]) -> tuple[float, float, float]:
-    first, second, third = values
-    return first, second, third
 
 
 class _Run:

@@ -18,7 +18,8 @@ from torch import Tensor
 from rollout_spec.budget import Budget, BudgetController, BudgetSignals, Decision
 from rollout_spec.cost import OnlineCosts, RoundShape
 from rollout_spec.events import BudgetEvent, DrafterStaleEvent, Event
-from rollout_spec.monitor import EntropyMonitor, Forecast, RoundOutcome
+from rollout_spec.monitor import EntropyMonitor
+from rollout_spec.rounds_seen import Forecast, RoundOutcome
 
 _FORMAT = 1
 _HOLD_ROUNDS = 4  # that a decision stands for

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.controllers.probing import ProbeConfig, ProbeState
-from rollout_spec.monitor import Forecast
+from rollout_spec.rounds_seen import Forecast
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]

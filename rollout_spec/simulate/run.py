@@ -18,8 +18,8 @@ from rollout_spec.budget import BudgetController, FixedBudget
 from rollout_spec.controllers import BatchTableBudget, EntropyBudget, ThroughputBudget
 from rollout_spec.controllers.selection import select, valued
 from rollout_spec.cost import RoundShape
-from rollout_spec.monitor import Forecast, RoundOutcome
 from rollout_spec.pilot import BudgetPilot, RoundReport
+from rollout_spec.rounds_seen import Forecast, RoundOutcome
 from rollout_spec.simulate.world import Array, Ints, World
 
 DEPTH = 12

@@ -19,7 +19,8 @@ from rollout_spec.controllers import BatchTableBudget, EntropyBudget, Throughput
 from rollout_spec.controllers.probing import ProbeConfig, ProbeState
 from rollout_spec.controllers.selection import select, valued
 from rollout_spec.cost import OnlineCosts, RoundCosts, RoundShape
-from rollout_spec.monitor import EntropyMonitor, Forecast
+from rollout_spec.monitor import EntropyMonitor
+from rollout_spec.rounds_seen import Forecast
 from rollout_spec.session import parse_budget
 from rollout_spec.simulate.world import CPU, GPU, CostCurve
 

@@ -11,7 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rollout_spec.monitor import EntropyMonitor, Forecast, MonitorConfig, RoundOutcome
+from rollout_spec.monitor import EntropyMonitor, MonitorConfig
+from rollout_spec.rounds_seen import Forecast, RoundOutcome
+from rollout_spec.staleness import StaleConfig
 
 Law = Callable[[int], tuple[float, float]]  # round -> (intercept, slope) at depth 1
 RATIO = 0.9
@@ -231,10 +233,15 @@ def test_before_anything_was_seen_there_is_a_prior() -> None:
     assert math.isnan(monitor.first_accept()[1])
 
 
-@pytest.mark.parametrize("wrong", [{"max_depth": 0}, {"law_memory": 0.0}, {"stale_below": 0.9, "fresh_above": 0.8}])
-def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"max_depth|law_memory|stale_below"):
-        MonitorConfig(**wrong)  # type: ignore[arg-type]
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_depth must be 1 or more, got 0"):
+        MonitorConfig(max_depth=0)
+    with pytest.raises(ValueError, match="law_memory must be positive"):
+        MonitorConfig(law_memory=0.0)
+    with pytest.raises(ValueError, match=r"does not hold for 0\.9 and 0\.8"):
+        StaleConfig(below=0.9, fresh_above=0.8)
+    with pytest.raises(ValueError, match="memory must be positive"):
+        StaleConfig(memory=0.0)
 
 
 def test_no_token_reaches_the_monitor() -> None:

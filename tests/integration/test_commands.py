@@ -62,7 +62,7 @@ def tokens(out: Path) -> dict[tuple[object, object], object]:
 def test_a_rollout_leaves_its_three_files(tiny_dir: Path, prompts_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     rollout(tiny_dir, prompts_file, out, "-n", "3", "--drafter", "ngram", "--stop", "zz")
-    assert {path.name for path in out.iterdir()} == {"rollouts.parquet", "events.jsonl", "summary.json", "settings.json"}
+    assert {path.name for path in out.iterdir()} == {"rollouts.parquet", "events.jsonl", "summary.json", "settings.json", "budget.json"}
     found = rows(out)
     assert len(found) == 15
     assert set(found[0]) == set(SCHEMA.names)

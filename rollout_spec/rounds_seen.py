@@ -1,0 +1,44 @@
+"""What a round showed of acceptance and entropy, and what is expected of the next one.
+
+Shape legend: B requests in a round, D depths (entry 0 is depth 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoundOutcome:
+    """What a round showed. No token is in here, drafted or emitted."""
+
+    request_ids: tuple[str, ...]
+    asked: Ints  # [B] draft depths asked for
+    accept_probs: Array  # [B, D] as Verdict.accept_probs, NaN where nothing was drafted or not reached
+    num_accepted: Ints  # [B]
+    nodes_by_depth: Array  # [D] draft nodes of all requests together
+    entropies: Array  # [B, D + 1] at the emitted positions, NaN after them
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Forecast:
+    """What is expected of the next round's drafts."""
+
+    accept: Array  # [B, D] that a node of this depth is accepted, given that the walk gets there and one was drafted
+    steps: Array  # [B, D] the same times the probability that the drafter finds something to draft
+    nodes: Array  # [D] nodes that a request gets at this depth when it is asked for
+    spread: Array  # [D] standard error of the law's part of ``accept``
+    entropies: Array  # [B] recent mean entropy of each request, nats
+    epoch: int  # EntropyMonitor.epoch
+    num_observed: float  # first-depth observations that the law rests on
+
+    @property
+    def accepted(self) -> Array:
+        """[B, D] expected tokens that depth d adds: the product of ``steps`` down to it."""
+        return np.multiply.accumulate(self.steps, axis=1)

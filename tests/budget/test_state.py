@@ -1,0 +1,60 @@
+"""Costs are measured once a model, machine and batch size; a damaged file is measured anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from rollout_spec.budget import FixedBudget
+from rollout_spec.budget_state import costs_path, prepared_pilot
+from rollout_spec.controllers import ThroughputBudget
+from rollout_spec.cost import OnlineCosts
+from rollout_spec.engine.calibrate import calibrate, calibration_shapes, num_forwards
+from rollout_spec.engine.load import make_runner
+from rollout_spec.engine.runner import ModelRunner
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, max_position_embeddings=256
+    )
+    return make_runner(AutoModelForCausalLM.from_config(config).eval(), max_context=160)
+
+
+def test_calibration_tells_what_a_round_without_a_draft_costs(runner: ModelRunner) -> None:
+    costs, done = OnlineCosts(), list[int]()
+    calibrate(runner, costs, 4, done.append)
+    assert done == list(range(1, num_forwards(4) + 1))
+    known = costs.snapshot()
+    assert known.known
+    assert all(known.is_measured(size, 0) for size in (1, 2, 4))
+    assert not known.is_measured(4, 1)  # the drafter did not run
+    seconds = known.round_s(4, 400, np.zeros(2), np.array([4.0, 20.0]))
+    assert 0 < seconds[0] <= seconds[1]
+
+
+def test_shapes_end_at_the_batch_size() -> None:
+    assert sorted({size for size, _ in calibration_shapes(6)}) == [1, 2, 4, 6]
+    assert sorted({size for size, _ in calibration_shapes(1)}) == [1]
+
+
+def test_costs_are_measured_once(runner: ModelRunner, tmp_path: Path) -> None:
+    def forwards(controller: ThroughputBudget | FixedBudget) -> int:
+        done: list[int] = []
+        pilot = prepared_pilot(
+            controller, runner, model=tmp_path, max_batch=2, cache_dir=tmp_path, on_forward=lambda now, total: done.append(now)
+        )
+        assert pilot.costs.snapshot().known == isinstance(controller, ThroughputBudget)
+        return len(done)
+
+    assert forwards(FixedBudget(draft_length=2)) == 0
+    assert forwards(ThroughputBudget()) == num_forwards(2)
+    assert forwards(ThroughputBudget()) == 0
+    path = costs_path(tmp_path, runner, 2, tmp_path)
+    path.write_text('{"cells": 3}')
+    assert forwards(ThroughputBudget()) == num_forwards(2)
+    assert costs_path(tmp_path, runner, 4, tmp_path) != path
