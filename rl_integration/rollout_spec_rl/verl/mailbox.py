@@ -54,12 +54,12 @@ class Mailbox:
             return self._letters[index] if index < len(self._letters) else None
 
     async def newest(self) -> tuple[int, list[list[Any]]] | None:
-        """The newest version and all its buckets, once they are there; None if none was ever sent."""
+        """The newest version and all its buckets; None if there is none, or if it is still being sent.
+
+        Not waited for: its sender may be waiting for the very server that asks.
+        """
         async with self._changed:
-            if self._version is None:
-                return None
-            await self._changed.wait_for(lambda: self._complete)
-            return self._version, self._letters
+            return (self._version, self._letters) if self._version is not None and self._complete else None
 
 
 def open_mailbox() -> Any:
@@ -98,6 +98,6 @@ async def read(mailbox: Any, version: int) -> AsyncIterator[WeightBucket]:
 
 
 def read_newest() -> list[WeightBucket] | None:
-    """Everything that was sent last, or None if nothing was. Blocks while it is being sent."""
+    """Everything that was sent last, or None if nothing was, or not yet all of it."""
     newest = ray.get(open_mailbox().newest.remote())
     return None if newest is None else ray.get([letter[0] for letter in newest[1]])

@@ -23,9 +23,10 @@ def was_restarted() -> bool:
 
 
 def take_newest_weights(engine: Engine, replica_rank: int, no_version: int) -> int:
-    """Load what the trainer sent last; returns its version, or ``no_version`` if it never sent any."""
+    """Load what the trainer sent last; returns its version, or ``no_version`` if it is about to send some."""
     buckets = read_newest()
     if buckets is None:
+        logger.warning("replica %d: its process died and was started again; requests wait for the next weights", replica_rank)
         return no_version
     report = engine.update_weights([pair for bucket in buckets for pair in bucket.checked()], buckets[0].version)
     logger.warning(
