@@ -122,6 +122,7 @@ class TrainEvent:
     step: int
     loss: float
     metrics: dict[str, float]
+    role: str = "drafter"  # whose training: drafter | policy
 
 
 Event = RoundEvent | RequestEvent | PrefillEvent | WeightSyncEvent | BudgetEvent | DrafterStaleEvent | SinkEvent | TrainEvent

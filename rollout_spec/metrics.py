@@ -223,6 +223,7 @@ METRICS: tuple[Metric, ...] = (
         pooling=Pooling.POOLED,
         bonus=Bonus.COUNTED,
         compute=lambda t: 1.0 + _ratio(t.num_accepted_tokens, num_drafts(t)),
+        verl="rollout_spec/accept_length_when_drafted",
         vllm="1 + vllm:spec_decode_num_accepted_tokens_total / vllm:spec_decode_num_drafts_total",
         promql=f"1 + {_over('accepted_tokens', 'drafts')}",
     ),
@@ -395,6 +396,7 @@ METRICS: tuple[Metric, ...] = (
         pooling=Pooling.POOLED,
         bonus=Bonus.COUNTED,
         compute=lambda t: t.speed.speedup(),
+        verl="rollout_spec/speedup",
         promql=_over("off_seconds", "compared_seconds"),
     ),
     Metric(
@@ -404,6 +406,7 @@ METRICS: tuple[Metric, ...] = (
         pooling=Pooling.POOLED,
         bonus=Bonus.COUNTED,
         compute=lambda t: t.speed.speedup_bound(),
+        verl="rollout_spec/speedup_bound",
         promql=f"{_counter('bound_seconds')} / {_seconds()}",
     ),
     # Staleness
@@ -414,6 +417,7 @@ METRICS: tuple[Metric, ...] = (
         pooling=Pooling.PER_REQUEST,
         bonus=Bonus.NONE,
         compute=_lag,
+        verl="rollout_spec/policy_lag",
         promql=_over("policy_lag_versions_sum", "policy_lag_requests"),
     ),
 )

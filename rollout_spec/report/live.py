@@ -76,7 +76,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         split = urlsplit(self.path)
-        if self.token is not None:
+        if self.token is None:
+            # Without a token only this machine's own names are served: a foreign page may have made its name point here.
+            if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in LOOPBACK:
+                self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"open the address that the command printed\n")
+                return
+        else:
             given = parse_qs(split.query).get("token", [""])[0]
             if not hmac.compare_digest(given.encode(), self.token.encode()):
                 self._answer(

@@ -94,6 +94,7 @@ class RunReader:
         self.run = Run(name=name or (path.name if path.is_dir() else path.stem), folder=folder)
         self._tails: dict[Path, LogTail] = {}
         self._bad: list[BadLine] = []
+        self._gone: set[str] = set()
 
     def poll(self) -> bool:
         """Take what is new; True if there was anything. A line that is no event is counted and named in the run's notes."""
@@ -102,8 +103,11 @@ class RunReader:
             self._tails.setdefault(log, LogTail(log))
         self.run.num_logs = len(self._tails)
         new: list[LoggedEvent] = []
-        for tail in self._tails.values():
-            new.extend(self._sound(tail.poll()))
+        for log, tail in self._tails.items():
+            try:
+                new.extend(self._sound(tail.poll()))
+            except FileNotFoundError:
+                self._gone.add(log.name)  # deleted while it was followed: what was read of it stays
         if len(self._tails) > 1:
             new.sort(key=attrgetter("time_s"))  # stable: a log's own order is kept among equals
         for logged in new:
@@ -132,6 +136,8 @@ class RunReader:
         if run.num_bad_lines:
             named = "; ".join(f"{bad.path.name} line {bad.number}: {bad.reason}" for bad in self._bad)
             notes.append(f"{run.num_bad_lines} lines are no events of this version and were left out ({named})")
+        if self._gone:
+            notes.append(f"deleted meanwhile: {', '.join(sorted(self._gone))}")
         if run.num_unknown_fields:
             notes.append(f"{run.num_unknown_fields} events have fields that this version does not know: the log was written by another")
         return notes

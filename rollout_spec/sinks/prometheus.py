@@ -105,7 +105,7 @@ class PrometheusSink:
                 self._of("predicted_gain").set(event.predicted_gain)
         elif isinstance(event, DrafterStaleEvent):
             self._add("drafter_stale", 1)
-        elif isinstance(event, TrainEvent):
+        elif isinstance(event, TrainEvent) and event.role == "policy":
             self._of("train_step").set(event.step)
             for name, stat in _IMPORTANCE.items():
                 if name in event.metrics:

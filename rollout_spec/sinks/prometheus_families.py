@@ -82,7 +82,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(name="weights_info", kind=Kind.GAUGE, labels=("role", "weights_version", "checksum"), what="1 for the weights in use"),
     Family(name="predicted_accept_prob", kind=Kind.GAUGE, what="acceptance of the first drafted token that the controller expects"),
     Family(name="predicted_gain", kind=Kind.GAUGE, what="gain of drafting that the controller expects (0 = none)"),
-    Family(name="train_step", kind=Kind.GAUGE, what="the trainer's last step"),
+    Family(name="train_step", kind=Kind.GAUGE, what="the policy's last training step"),
     Family(name="importance_ratio", kind=Kind.GAUGE, labels=("stat",), what="trainer's over rollout's probability of sampled tokens"),
 )
 BY_NAME = {family.name: family for family in FAMILIES}

@@ -28,13 +28,13 @@ class SinkPlace:
     config: Mapping[str, object] = field(default_factory=dict)  # of the run, for wandb
 
 
-def open_telemetry(record: EventSink, specs: Sequence[str], place: SinkPlace) -> Telemetry:
-    """The record and the sinks that ``specs`` name, each behind its own queue.
+def open_telemetry(record: EventSink, specs: Sequence[str], place: SinkPlace, further: Sequence[QueuedSink] = ()) -> Telemetry:
+    """The record, the sinks that ``specs`` name, each behind its own queue, and ``further`` ones that are open already.
 
     Raises ValueError for an unknown word, a sink named twice, a package that is not installed and a port that is taken; sinks that were
     opened before are closed then.
     """
-    queued: list[QueuedSink] = []
+    queued = list(further)
     served: list[PrometheusSink] = []
     try:
         for spec in specs:

@@ -38,7 +38,7 @@ class TensorBoardWriter:
 
     def train(self, event: TrainEvent) -> None:
         for name, value in {"loss": event.loss, **event.metrics}.items():
-            self._writer.add_scalar(f"train/{name}", value, event.step)
+            self._writer.add_scalar(f"train_{event.role}/{name}", value, event.step)
 
     def close(self) -> None:
         self._writer.close()

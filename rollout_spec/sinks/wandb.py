@@ -29,7 +29,8 @@ class WandbWriter:
         for step in Axis:
             self._run.define_metric(step.value)
         self._run.define_metric("rollout_spec/*", step_metric=axis.value)
-        self._run.define_metric("train/*", step_metric=Axis.GLOBAL_STEP.value)
+        for role in ("drafter", "policy"):
+            self._run.define_metric(f"train_{role}/*", step_metric=Axis.GLOBAL_STEP.value)
 
     def point(self, step: int, figures: dict[str, float], accepted_lengths: Sequence[int]) -> None:
         row: dict[str, Any] = {f"rollout_spec/{name}": value for name, value in figures.items()}
@@ -39,7 +40,7 @@ class WandbWriter:
         self._run.log(row)
 
     def train(self, event: TrainEvent) -> None:
-        row = {f"train/{name}": value for name, value in {"loss": event.loss, **event.metrics}.items()}
+        row = {f"train_{event.role}/{name}": value for name, value in {"loss": event.loss, **event.metrics}.items()}
         self._run.log({**row, Axis.GLOBAL_STEP.value: event.step})
 
     def close(self) -> None:

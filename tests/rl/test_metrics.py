@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from rollout_spec.events import PrefillEvent, RequestEvent, RoundEvent, WeightSyncEvent
+from rollout_spec.events import DrafterStaleEvent, PrefillEvent, RequestEvent, RoundEvent, WeightSyncEvent
 from rollout_spec_rl.verl.metrics import StepSink, StepTotals, merge, named
 
 ROUND = RoundEvent(
@@ -60,6 +60,19 @@ def totals(*events: object) -> StepTotals:
     for event in events:
         sink.emit(event)  # type: ignore[arg-type]
     return sink.take()
+
+
+def test_what_the_budget_expected_stands_beside_what_happened() -> None:
+    """Weighted by the requests it was said of; a round without a prediction says nothing."""
+    sure = dataclasses.replace(ROUND, predicted_accept_prob=0.8, budget_s=0.0002)
+    unsure = dataclasses.replace(ROUND, drafted_by_depth=(6,), accepted_by_depth=(1,), predicted_accept_prob=0.4, budget_s=0.0001)
+    stale = DrafterStaleEvent(round_index=2, drafter="mtp", weights_version=3, accept_prob=0.2, reference_accept_prob=0.5, mean_entropy=2.0)
+    parts = [totals(sure, UNDRAFTED), totals(unsure, stale)]
+    found = named(merge(parts))
+    assert found["rollout_spec/predicted_accept_rate_depth_1"] == pytest.approx((2 * 0.8 + 6 * 0.4) / 8)
+    assert found["rollout_spec/budget_share"] == pytest.approx(0.0003 / 0.03)
+    assert found["rollout_spec/num_stale_alarms"] == 1
+    assert "rollout_spec/predicted_accept_rate_depth_1" not in named(totals(ROUND, UNDRAFTED))
 
 
 def test_figures_of_one_server() -> None:

@@ -62,6 +62,8 @@ def test_a_seed_asks_for_coupled_drafts() -> None:
         ({"threads": 10**6}, "threads must be from 1 to"),
         ({"seed": 1.5}, "seed must be null or a whole number"),
         ({"events": 1}, "events must be null or a folder"),
+        ({"sinks": "prometheus"}, "sinks must be a list of names"),
+        ({"sinks": ["prometheus"]}, "sinks needs"),
     ],
 )
 def test_wrong_options_of_ours(rollout: Rollout, custom: dict[str, Any], said: str) -> None:

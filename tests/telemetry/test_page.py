@@ -27,7 +27,7 @@ from rollout_spec.report import live
 from rollout_spec.report.live import Dashboard, Watcher
 from rollout_spec.report.page import page_data, report_page
 from rollout_spec.report.panels import panels
-from rollout_spec.report.runs import read_run, read_runs
+from rollout_spec.report.runs import RunReader, read_run, read_runs
 from rollout_spec.sinks import JsonlSink
 from rollout_spec_rl.compose import COMPOSITION, application
 
@@ -194,6 +194,32 @@ def test_events_are_pushed_as_the_log_grows(tmp_path: Path) -> None:
             sink.close()
     assert [run["rounds"] for run in first["runs"]] == [1, 1]  # type: ignore[attr-defined]
     assert [run["rounds"] for run in second["runs"]] == [1, 2]  # type: ignore[attr-defined]
+
+
+def test_a_foreign_name_for_this_machine_is_turned_away(tmp_path: Path) -> None:
+    write(tmp_path / "run" / "events.jsonl", iter([a_round()]))
+    server = Dashboard(Watcher([tmp_path / "run"]), host="127.0.0.1", port=0, token=None)
+    thread = threading.Thread(target=server.serve, args=(lambda address: None,))
+    thread.start()
+    try:
+        request = urllib.request.Request(server.address, headers={"Host": "evil.example"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(request, timeout=30)
+        with urllib.request.urlopen(server.address, timeout=30) as answer:
+            assert answer.status == 200
+    finally:
+        server.stop()
+        thread.join()
+
+
+def test_a_log_that_is_deleted_under_watch_leaves_what_was_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "run" / "events.jsonl", iter([a_round()]))
+    reader = RunReader(path.parent)
+    assert reader.poll()
+    path.unlink()
+    assert not reader.poll()
+    assert reader.run.num_rounds == 1
+    assert "deleted meanwhile: events.jsonl" in reader.run.notes
 
 
 def test_binding_elsewhere_needs_a_token(tmp_path: Path) -> None:

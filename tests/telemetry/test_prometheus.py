@@ -115,7 +115,7 @@ class RealRun:
             self._engine.generate([Request(prompt_token_ids=prompt, max_new_tokens=40, ignore_eos=True) for prompt in prompts])
             self._engine.update_weights(dict(self._runner.named_weights()).items(), version=step)
             self._telemetry.emit(WeightSyncEvent(role="drafter", version=step, num_tensors=1, checksum="d", seconds=0.1))
-            self._telemetry.emit(TrainEvent(step=step, loss=0.1, metrics={"rollout_corr/rollout_is_mean": 1.0}))
+            self._telemetry.emit(TrainEvent(step=step, loss=0.1, metrics={"rollout_corr/rollout_is_mean": 1.0}, role="policy"))
             self._telemetry.emit(
                 DrafterStaleEvent(
                     round_index=0, drafter="self", weights_version=step, accept_prob=0.1, reference_accept_prob=0.5, mean_entropy=1.0

@@ -86,7 +86,7 @@ def test_tensorboard_holds_the_figures(tmp_path: Path) -> None:
     (point,) = held.Scalars("rollout_spec/accept_length")
     assert point.step == 63
     assert point.value == pytest.approx(compute(totals)["accept_length"])
-    assert [(scalar.step, scalar.value) for scalar in held.Scalars("train/loss")] == [(7, 0.25)]
+    assert [(scalar.step, scalar.value) for scalar in held.Scalars("train_drafter/loss")] == [(7, 0.25)]
     (histogram,) = held.Histograms("rollout_spec/accepted_length")
     assert histogram.histogram_value.num == totals.num_request_rounds
     assert histogram.histogram_value.sum == totals.num_accepted_tokens
@@ -129,12 +129,12 @@ def test_wandb_offline_plots_over_the_global_step(tmp_path: Path, monkeypatch: p
             rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
         if record.metric.glob_name or record.metric.step_metric:
             axes[record.metric.glob_name or record.metric.name] = record.metric.step_metric
-    assert axes["rollout_spec/*"] == axes["train/*"] == "global_step"
+    assert axes["rollout_spec/*"] == axes["train_policy/*"] == axes["train_drafter/*"] == "global_step"
     assert [row["global_step"] for row in rows] == [0, 2, 1]  # the last span ends with the run, after the trainer's step
     for row in (rows[0], rows[2]):
         assert row["rollout_spec/accept_length"] > 1
         assert row["rollout_spec/accepted_length_histogram/_type"] == "histogram"
-    assert rows[1]["train/loss"] == 0.25
+    assert rows[1]["train_drafter/loss"] == 0.25
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def scraped(tmp_path: Path) -> Iterator[dict[str, float]]:
         telemetry.emit(a_round(1))
         telemetry.emit(a_round(2, mean_entropy=float("nan")))
         telemetry.emit(a_request(weights_version=2))
-        telemetry.emit(TrainEvent(step=4, loss=0.1, metrics={"rollout_corr/rollout_is_mean": 1.01}))
+        telemetry.emit(TrainEvent(step=4, loss=0.1, metrics={"rollout_corr/rollout_is_mean": 1.01}, role="policy"))
         (targets,) = json.loads((tmp_path / "prometheus" / "run-3.json").read_text())
         assert targets["labels"] == {"engine": "rollout_spec", "replica": "3", "drafter": "suffix"}
         (address,) = targets["targets"]

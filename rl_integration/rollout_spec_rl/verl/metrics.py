@@ -16,7 +16,8 @@ from rollout_spec.acceptance import (
     acceptance_length_pooled,
     acceptance_rate_pooled,
 )
-from rollout_spec.events import Event, RequestEvent, RoundEvent, TrainEvent, WeightSyncEvent
+from rollout_spec.events import DrafterStaleEvent, Event, RequestEvent, RoundEvent, TrainEvent, WeightSyncEvent
+from rollout_spec.metrics import BY_NAME
 from rollout_spec.sinks.summary import SummarySink
 
 _SUMMED = (
@@ -25,6 +26,10 @@ _SUMMED = (
     "num_aborted_requests",
     "num_restarts",
     "num_undrafted_rounds",
+    "num_stale_alarms",
+    "predicted_accept_sum",
+    "predicted_accept_count",
+    "budget_s",
     "sync_s",
     "num_drafter_refreshes",
     "drafter_train_s",
@@ -41,6 +46,10 @@ class StepTotals:
     num_failed_requests: int = 0
     num_aborted_requests: int = 0
     num_restarts: int = 0  # of the server's process
+    num_stale_alarms: int = 0  # times that the monitor found the drafter stale
+    predicted_accept_sum: float = 0.0  # of first drafted tokens, by requests that had one
+    predicted_accept_count: int = 0
+    budget_s: float = 0.0
     num_undrafted_rounds: int = 0  # rounds in which nothing was proposed: the budget or the drafter said no
     max_batch: int = 0
     sync_s: float = 0.0
@@ -55,18 +64,25 @@ class StepTotals:
         if isinstance(event, RoundEvent):
             self.num_undrafted_rounds += event.num_draft_tokens == 0
             self.max_batch = max(self.max_batch, event.num_requests)
+            if not math.isnan(event.predicted_accept_prob) and event.drafted_by_depth:
+                self.predicted_accept_sum += event.predicted_accept_prob * event.drafted_by_depth[0]
+                self.predicted_accept_count += event.drafted_by_depth[0]
+            if not math.isnan(event.budget_s):
+                self.budget_s += event.budget_s
             self.policy_version = event.weights_version
         elif isinstance(event, RequestEvent):
             self.num_requests += 1
             self.num_failed_requests += event.finish_reason == "error"
             self.num_aborted_requests += event.finish_reason == "aborted"
+        elif isinstance(event, DrafterStaleEvent):
+            self.num_stale_alarms += 1
         elif isinstance(event, WeightSyncEvent):
             self.sync_s += event.seconds
             if event.role == "drafter":
                 self.drafter_version = event.version
             elif event.role == "target":
                 self.policy_version = event.version
-        elif isinstance(event, TrainEvent):
+        elif isinstance(event, TrainEvent) and event.role == "drafter":
             self.num_drafter_refreshes += 1
             self.drafter_train_s += event.metrics["seconds"]
             self.drafter_loss_sum += event.loss
@@ -101,34 +117,13 @@ def merge(parts: Sequence[StepTotals]) -> StepTotals:
     """The totals of several servers: sums, except that versions are the oldest in use."""
     out = StepTotals()
     for part in parts:
-        _merge_rounds(out.rounds, part.rounds)
+        out.rounds.merge(part.rounds)
         for name in _SUMMED:
             setattr(out, name, getattr(out, name) + getattr(part, name))
         out.max_batch = max(out.max_batch, part.max_batch)
     for name in ("policy_version", "drafter_version"):
         setattr(out, name, min((getattr(part, name) for part in parts), default=-1))
     return out
-
-
-def _merge_rounds(out: SummarySink, part: SummarySink) -> None:
-    for name in (
-        "num_rounds",
-        "num_request_rounds",
-        "num_emitted_tokens",
-        "num_draft_tokens",
-        "num_accepted_tokens",
-        "entropy_sum",
-        "entropy_count",
-        "prefill_s",
-    ):
-        setattr(out, name, getattr(out, name) + getattr(part, name))
-    for whole, more in ((out.drafted_by_depth, part.drafted_by_depth), (out.accepted_by_depth, part.accepted_by_depth)):
-        whole.extend([0] * (len(more) - len(whole)))
-        for depth, count in enumerate(more):
-            whole[depth] += count
-    for name, seconds in part.seconds.items():
-        out.seconds[name] += seconds
-    out.per_request += part.per_request
 
 
 def named(totals: StepTotals) -> dict[str, float]:
@@ -140,7 +135,14 @@ def named(totals: StepTotals) -> dict[str, float]:
         "rollout/spec_accept_rate": acceptance_rate_pooled([rounds.num_accepted_tokens], [rounds.num_draft_tokens]),
         "rollout/spec_accept_length": acceptance_length_pooled([rounds.num_accepted_tokens], [rounds.num_request_rounds]),
         "rollout_spec/accept_length_per_request": acceptance_length_per_request(accepted, requests_rounds),
+        **{
+            f"rollout_spec/{name}": _value(name, rounds)
+            for name in ("accept_length_when_drafted", "speedup", "speedup_bound", "policy_lag")
+        },
         "rollout_spec/draft_tokens_per_round": _ratio(rounds.num_draft_tokens, rounds.num_request_rounds),
+        "rollout_spec/predicted_accept_rate_depth_1": _ratio(totals.predicted_accept_sum, totals.predicted_accept_count),
+        "rollout_spec/num_stale_alarms": totals.num_stale_alarms,
+        "rollout_spec/budget_share": _ratio(totals.budget_s, in_rounds_s),
         "rollout_spec/tokens_per_round": _ratio(rounds.num_emitted_tokens, rounds.num_request_rounds),
         "rollout_spec/entropy": _ratio(rounds.entropy_sum, rounds.entropy_count),
         "rollout_spec/ms_per_round": 1e3 * _ratio(in_rounds_s, rounds.num_rounds),
@@ -166,6 +168,12 @@ def named(totals: StepTotals) -> dict[str, float]:
     for depth, rate in enumerate(acceptance_by_depth(rounds.drafted_by_depth, rounds.accepted_by_depth), start=1):
         figures[f"rollout_spec/accept_rate_depth_{depth}"] = rate
     return {name: float(value) for name, value in figures.items() if not math.isnan(value)}
+
+
+def _value(name: str, totals: SummarySink) -> float:
+    value = BY_NAME[name].compute(totals)
+    assert not isinstance(value, list)
+    return value
 
 
 def _ratio(over: float, under: float) -> float:

@@ -44,6 +44,7 @@ class RolloutSpecOptions:
     prefill_chunk: int = 512
     threads: int | None = None  # compute threads of a replica; None: torch's choice
     events: str | None = None  # folder for one event log a replica; None: none are written
+    sinks: tuple[str, ...] = ()  # further sinks of every replica, in rollout_spec.sinks.specs' words; they need ``events`` for their files
     # Of trained drafters, while the policy learns
     drafter_policy: str = FOLLOW_HEAD  # the embedding and output head that it borrows: follow_head | frozen
     refresh_before_rl: bool = False  # train it before the first step, by drafter_config on the run's own policy and prompts
@@ -59,6 +60,9 @@ class RolloutSpecOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tree_width", tuple(self.tree_width))
+        object.__setattr__(self, "sinks", tuple(self.sinks))
+        if self.sinks and self.events is None:
+            raise ValueError(f"{WHERE}.sinks needs {WHERE}.events as well: the folder for the event logs and the sinks' files")
         known = self.drafter in DRAFTERS or self.drafter.startswith("self:") or self.is_untrained
         if self.drafter == _MISSING and not known:
             raise ValueError(f"{WHERE}.drafter is not set: give the directory of a trained drafter, {WHERE}.drafter=runs/mtp/drafter")
@@ -182,6 +186,7 @@ _TYPES = {
     "prefill_chunk": ("a whole number", _is_int),
     "threads": ("null or a whole number", lambda value: value is None or _is_int(value)),
     "events": ("null or a folder", lambda value: value is None or _is_text(value)),
+    "sinks": ("a list of names, like [prometheus]", lambda value: isinstance(value, list | tuple) and all(map(_is_text, value))),
     "drafter_policy": ("a name", _is_text),
     "refresh_before_rl": ("true or false", lambda value: isinstance(value, bool)),
     "drafter_config": ("null or a file", lambda value: value is None or _is_text(value)),

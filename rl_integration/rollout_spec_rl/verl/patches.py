@@ -87,10 +87,11 @@ def _gloo_process_group(original: Callable[..., None]) -> Callable[..., None]:
 def _log_with_rollout_metrics(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def log(self: Any, data: dict[str, Any], step: int, backend: Any = None) -> None:
-        from rollout_spec_rl.verl.collect import step_metrics
+        from rollout_spec_rl.verl.collect import report_training, step_metrics
 
         # Validation and generations are logged by the same call; only a training step asks the servers.
         if "training/global_step" in data:
+            report_training(data, step)
             data = {**data, **step_metrics()}
         original(self, data, step, backend)
 

@@ -18,8 +18,12 @@ from verl.workers.rollout.replica import TokenOutput
 from rollout_spec.engine.async_engine import AsyncEngine
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.load import load_model, make_runner
+from rollout_spec.events import EventSink, TrainEvent
 from rollout_spec.session import set_threads
-from rollout_spec.sinks import JsonlSink, TeeSink
+from rollout_spec.sinks import JsonlSink
+from rollout_spec.sinks.queued import QueuedSink
+from rollout_spec.sinks.specs import SinkPlace, open_telemetry
+from rollout_spec.sinks.window import Axis
 from rollout_spec_rl.compose import make_ops
 from rollout_spec_rl.verl.drafter_policy import DraftRefresher, ServedDrafter, serve_drafter
 from rollout_spec_rl.verl.generation import make_request, output_fields
@@ -92,15 +96,22 @@ class RolloutServer:
         if self._restarted:
             self._version = take_newest_weights(engine, replica_rank, NO_VERSION)
             self._metrics.count_restart()
+            if self._version == NO_VERSION:
+                self._gate.close(rejects=False)  # nothing is sampled from the weights on disk; the next sync opens it
         self._engine = AsyncEngine(engine)
         self._refresher = None
         if served.drafter.online is not None:
             self._refresher = DraftRefresher(self._engine, served.drafter.online, plan.options, lambda: engine.pilot.monitor.stale)
 
-    def _sink(self) -> TeeSink:
-        if self._plan.options.events is None:
-            return TeeSink(self._metrics)
-        return TeeSink(self._metrics, JsonlSink(Path(self._plan.options.events) / f"replica-{self._rank}.jsonl"))
+    def _sink(self) -> EventSink:
+        options = self._plan.options
+        if options.events is None:
+            return self._metrics
+        folder, replica = Path(options.events), str(self._rank)
+        # The folder may be on another machine: not even the log is waited for.
+        log = QueuedSink("log", JsonlSink(folder / f"replica-{replica}.jsonl"))
+        place = SinkPlace(folder=folder, replica=replica, drafter=Path(options.drafter).name, axis=Axis.GLOBAL_STEP)
+        return open_telemetry(self._metrics, options.sinks, place, [log])
 
     async def ready(self) -> int:
         """The replica's rank, once the engine is there."""
@@ -143,6 +154,8 @@ class RolloutServer:
             await self._refresher.before_sync(self._version)
         report = await asyncio.wrap_future(self._engine.update_weights(tensors, version))
         check_held(tensors, report, self._precisions, self._aliases)
+        if self._restarted and self._version == NO_VERSION:
+            self._gate.open()
         self._version = version
         logger.info("replica %d: weights version %d, %d tensors, checksum %s", self._rank, version, num_tensors, report.checksum)
         return report.checksum
@@ -202,6 +215,11 @@ class RolloutServer:
     async def take_metrics(self) -> StepTotals:
         return self._metrics.take()
 
+    async def note_training(self, step: int, loss: float, metrics: dict[str, float]) -> None:
+        """The trainer's figures of a step, for the event log and the sinks."""
+        event = TrainEvent(step=step, loss=loss, metrics=metrics, role="policy")
+        await asyncio.wrap_future(self._engine.run(lambda engine: engine.emit(event)))
+
     async def start_profile(self, **_: Any) -> None:
         """Rounds are timed always (``rollout_spec/ms_per_round`` and the event log)."""
 
@@ -215,7 +233,7 @@ class ServedEngine:
     drafter: ServedDrafter
 
 
-def build_engine(plan: RolloutPlan, model_path: str, sink: TeeSink, replica_rank: int) -> ServedEngine:
+def build_engine(plan: RolloutPlan, model_path: str, sink: EventSink, replica_rank: int) -> ServedEngine:
     """The engine that the plan describes, with the policy's weights from disk. ValueError if the drafter does not fit it."""
     options = plan.options
     loaded = load_model(model_path, plan.dtype)

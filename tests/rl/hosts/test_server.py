@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -204,13 +207,34 @@ def test_requests_that_cannot_be_served(tiny_policy: Path, rollout: Rollout) -> 
     serve(work, tiny_policy, rollout())
 
 
+def fetch(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        return str(answer.read().decode())
+
+
 def test_events_are_written_where_they_are_wanted(tiny_policy: Path, rollout: Rollout, tmp_path: Path) -> None:
-    from rollout_spec.events import RequestEvent
+    from rollout_spec.events import RequestEvent, TrainEvent
     from rollout_spec.sinks import read_events
+
+    log = tmp_path / "run" / "replica-0.jsonl"
 
     async def work(server: Any) -> None:
         await server.generate(PROMPT, SAMPLED, "r")
+        await server.note_training(3, 0.5, {"rollout_corr/rollout_is_mean": 1.0})
+        assert (await server.take_metrics()).num_drafter_refreshes == 0  # it is the policy that was trained
+        (targets,) = (tmp_path / "prometheus").iterdir()
+        (found,) = json.loads(targets.read_text())
+        assert found["labels"] == {"engine": "rollout_spec", "replica": "0", "drafter": "none"}
+        assert "rollout_spec_rounds_total" in await asyncio.to_thread(fetch, f"http://{found['targets'][0]}/metrics")
+        # The log is written beside the rollouts, not by them.
+        deadline = time.monotonic() + 30
+        while not any(isinstance(event, TrainEvent) for event in read_events(log)):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
 
-    serve(work, tiny_policy, rollout({"events": str(tmp_path / "events")}))
-    (finished,) = [event for event in read_events(tmp_path / "events" / "replica-0.jsonl") if isinstance(event, RequestEvent)]
+    serve(work, tiny_policy, rollout({"events": str(tmp_path / "run"), "sinks": ["prometheus"]}))
+    events = read_events(log)
+    (finished,) = [event for event in events if isinstance(event, RequestEvent)]
     assert finished.finish_reason in ("stop", "length")
+    (trained,) = [event for event in events if isinstance(event, TrainEvent)]
+    assert (trained.role, trained.step, trained.metrics) == ("policy", 3, {"rollout_corr/rollout_is_mean": 1.0})
