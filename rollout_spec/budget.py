@@ -28,7 +28,7 @@ class Decision:
     num_accepted: float = math.nan  # expected, all requests together
     round_s: float = math.nan  # expected
     gain: float = math.nan  # expected tokens a second over those without a draft, minus 1
-    holds: bool = True  # it may stand for some rounds; probes and the like are for one
+    holds: bool = False  # it may stand for some rounds of the same requests; probes and the like are for one
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,7 +96,8 @@ class FixedBudget:
         return f"fixed:{self.draft_length}" if self.draft_length else "off"
 
     def decide(self, signals: BudgetSignals, state: object) -> tuple[Budget, object]:
-        return Budget(draft_lengths=useful_lengths(signals, self.draft_length), tree_width=self.tree_width), state
+        lengths = useful_lengths(signals, self.draft_length)
+        return Budget(draft_lengths=lengths, tree_width=self.tree_width, decision=Decision(holds=True)), state
 
 
 def useful_lengths(signals: BudgetSignals, draft_length: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 _KEPT = 0.1  # of what the drafter was judged by, after the policy's weights changed
 _SURE = 3.0  # standard errors
+_LEAST = 0.06  # acceptance that must be missing: of next to nothing, half is nothing either
 _FIRST_LOOK = 96.0  # observations of new drafter weights before anything is said about them
 _FEW = 4.0  # observations that say nothing yet
 
@@ -78,7 +79,7 @@ class StaleJudge:
         if self.stale:
             self.stale = now < self.config.fresh_above * reference
         else:
-            self.stale = now < self.config.below * reference and reference - now > _SURE * error
+            self.stale = now < self.config.below * reference and reference - now > max(_SURE * error, _LEAST)
 
     def state_dict(self) -> dict[str, Any]:
         """What JSON can hold."""

@@ -39,4 +39,6 @@ class BatchTableBudget:
 
     def decide(self, signals: BudgetSignals, state: object) -> tuple[Budget, object]:
         length = next((length for size, length in self.table if signals.remaining.numel() <= size), 0)
-        return Budget(draft_lengths=useful_lengths(signals, length), tree_width=self.tree_width, decision=Decision(reason="table")), state
+        return Budget(
+            draft_lengths=useful_lengths(signals, length), tree_width=self.tree_width, decision=Decision(reason="table", holds=True)
+        ), state
