@@ -83,10 +83,12 @@ $(HOSTS_STAMP):
 	@$(HOSTS)/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
 	@touch "$@"
 
-# The trainings are among the slow tests, and they are what this environment is for. vLLM also brings Triton (1 GB).
+# Among these are real trainings, some minutes each; those marked slow are the other modes of the same. vLLM also brings Triton (1 GB).
 test-hosts: venv-hosts
-	@$(HOSTS)/bin/python -m pytest -m "slow or not slow" tests/rl
-	@$(HOSTS)/bin/python -m pytest tests/kernels/test_triton_*.py tests/kernels/test_gated_delta.py
+	@$(HOSTS)/bin/python -m pytest tests/rl tests/kernels/test_triton_*.py tests/kernels/test_gated_delta.py
+
+test-hosts-slow: venv-hosts
+	@$(HOSTS)/bin/python -m pytest -m slow tests/rl
 
 demo: venv
 	@$(BIN)/rollout-spec demo
