@@ -161,11 +161,11 @@ class PrometheusSink:
                 self._of("accepted_length").observe(depth)
         probs = (*event.mean_accept_prob_by_depth, *[math.nan] * len(event.drafted_by_depth))
         for i, (drafted, accepted) in enumerate(zip(event.drafted_by_depth, event.accepted_by_depth, strict=True)):
-            depth = str(min(i + 1, MAX_DEPTH))
-            self._add("drafted_at_depth", drafted, depth)
-            self._add("accepted_at_depth", accepted, depth)
+            label = str(min(i + 1, MAX_DEPTH))
+            self._add("drafted_at_depth", drafted, label)
+            self._add("accepted_at_depth", accepted, label)
             if math.isfinite(probs[i]):
-                self._add("accept_prob_sum_at_depth", probs[i] * drafted, depth)
+                self._add("accept_prob_sum_at_depth", probs[i] * drafted, label)
 
     def _by_context(self, event: RoundEvent) -> None:
         for name, counts in (
