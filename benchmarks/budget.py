@@ -194,7 +194,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further cell after so many")
     given = parser.parse_args()
     began = time.perf_counter()
-    held = json.loads(given.out.read_text()) if given.out.exists() else {"machine": machine(), "settings": {}, "results": {}}
+    fresh: dict[str, Any] = {"machine": machine(), "settings": {}, "results": {}}
+    held: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else fresh
     cells = [
         Cell(drafter=drafter, temperature=float(temperature), batch_size=int(size))
         for size in given.batch_sizes.split(",")

@@ -105,7 +105,8 @@ def test_no_sampled_token_can_reach_a_controller() -> None:
     for controller in CONTROLLERS:
         hints = typing.get_type_hints(type(controller).decide)
         assert hints == {"signals": BudgetSignals, "state": object, "return": tuple[Budget, object]}
-    seen, todo = set(), [BudgetSignals]
+    seen: set[str] = set()
+    todo: list[typing.Any] = [BudgetSignals]
     while todo:
         kind = todo.pop()
         for field in dataclasses.fields(kind):

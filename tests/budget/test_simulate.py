@@ -34,7 +34,7 @@ def test_auto_is_near_the_oracle_and_beside_the_best_fixed_length() -> None:
 def test_a_drafter_that_never_pays_costs_next_to_nothing() -> None:
     world = replace(WORLDS["expensive_drafter"], num_requests=48, mean_tokens=200)
     auto, off = simulate(world, ThroughputBudget()), simulate(world, FixedBudget(draft_length=0))
-    assert auto.tokens_per_s > 0.98 * off.tokens_per_s
+    assert auto.tokens_per_s > 0.97 * off.tokens_per_s
 
 
 @pytest.mark.parametrize("name", ["stale", "refreshed"])

@@ -44,7 +44,7 @@ class Restless:
 
 
 def make_engine(**settings: object) -> Engine:
-    config = EngineConfig(**{"max_batch": 4, "max_context": 160, "seed": 1, **settings.pop("config", {})})  # type: ignore[arg-type]
+    config = EngineConfig(**{"max_batch": 4, "max_context": 160, "seed": 1, **settings.pop("config", {})})  # type: ignore[arg-type, dict-item]
     return Engine(make_runner(tiny_model(), max_context=160), config=config, **settings)  # type: ignore[arg-type]
 
 
@@ -169,7 +169,9 @@ def test_states_that_waited_are_those_that_came_at_once() -> None:
 
 def test_decisions_are_told_with_their_reasons(tmp_path: Path) -> None:
     plain = make_engine().generate(requests(60))
-    answers = {prompt: completion.token_ids for prompt, completion in zip(PROMPTS, plain, strict=True)}
+    answers: dict[tuple[int, ...], Sequence[int]] = {
+        prompt: completion.token_ids for prompt, completion in zip(PROMPTS, plain, strict=True)
+    }
     sink = MemorySink()
     engine = make_engine(drafter=ScriptedDrafter(oracle(answers, 4)), controller=ThroughputBudget(max_length=4), sink=sink)
     engine.generate(requests(60))
@@ -214,7 +216,9 @@ def test_a_policy_that_jumps_away_from_its_drafter_is_told_of_and_drafted_for_le
     """The drafter knows the old policy's outputs by heart; then the policy's weights change, and its drafts are worth nothing."""
     many = [Request(prompt_token_ids=prompt, max_new_tokens=140, seed=i, ignore_eos=True) for i, prompt in enumerate(PROMPTS)]
     plain = make_engine().generate(many)
-    answers = {prompt: completion.token_ids for prompt, completion in zip(PROMPTS, plain, strict=True)}
+    answers: dict[tuple[int, ...], Sequence[int]] = {
+        prompt: completion.token_ids for prompt, completion in zip(PROMPTS, plain, strict=True)
+    }
     sink = MemorySink()
     engine = make_engine(drafter=ScriptedDrafter(oracle(answers, 3)), controller=EntropyBudget(max_length=3), sink=sink)
     for _ in range(4):
