@@ -75,7 +75,7 @@ class ThroughputBudget:
 
     def _growth(self, signals: BudgetSignals, lengths: Ints) -> TreeGrowth:
         batch, drafting = len(lengths), int((lengths > 0).sum())
-        rows = batch + np.arange(drafting * self.max_tree_nodes + 1.0)
-        depths = np.full_like(rows, float(lengths.max()))
+        rows = batch + np.arange(drafting * self.max_tree_nodes + 1, dtype=np.float64)
+        depths = np.full(len(rows), float(lengths.max()))
         seconds = signals.costs.round_s(batch, int(signals.context_lengths.sum()), depths, rows)
         return TreeGrowth(num_requests=batch, round_s=torch.from_numpy(seconds), max_nodes=self.max_tree_nodes)

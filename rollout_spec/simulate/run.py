@@ -96,7 +96,7 @@ class _Requests:
         return Forecast(
             accept=accept,
             steps=accept * world.found,
-            nodes=world.found ** np.arange(1.0, DEPTH + 1),
+            nodes=np.full(DEPTH, world.found).cumprod(),
             spread=np.zeros(DEPTH),
             entropies=entropies,
             epoch=0,
