@@ -63,7 +63,7 @@ def budget(runs: Sequence[Run]) -> Panel:
         "highest, and the bars should stand there.",
         traces=each([run for run in runs if run.drafts], make),
         layout={
-            "xaxis": axis("deepest draft of the round", dtick=1),
+            "xaxis": axis("deepest draft of the round", tickformat="d", dtick=1, rangemode="nonnegative"),
             "yaxis": axis("times as fast"),
             "yaxis2": axis("share of time", overlaying="y", side="right", range=[0, 1], showgrid=False),
             "barmode": "group",

@@ -46,7 +46,8 @@ class JsonlSink:
     def emit(self, event: Event) -> None:
         """Write one event. Raises ValueError when the sink is closed, OSError when the disk refuses."""
         record: dict[str, object] = {"type": type(event).__name__, "time_s": time.time()}
-        record |= {name: getattr(event, name) for name in _FIELDS[type(event)]}
+        values = ((name, getattr(event, name)) for name in _FIELDS[type(event)])
+        record |= {name: None if type(value) is float and not math.isfinite(value) else value for name, value in values}
         line = memoryview(_line(record))
         with self._lock:
             self._size += len(line)
@@ -100,7 +101,7 @@ def _size_of_whole_lines(path: Path) -> int:
 def _line(record: dict[str, object]) -> bytes:
     try:
         text = json.dumps(record, allow_nan=False, separators=(",", ":"))
-    except ValueError:  # a NaN or an infinity, which is rare
+    except ValueError:  # a NaN or an infinity within a list, which is rare
         text = json.dumps(_plain(record), allow_nan=False, separators=(",", ":"))
     return text.encode() + b"\n"
 

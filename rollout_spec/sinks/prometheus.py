@@ -5,11 +5,12 @@ Many processes (Ray's workers) do not share anything: each listens on a port of 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rollout_spec.events import (
     WeightSyncEvent,
     context_edge,
 )
-from rollout_spec.sinks.prometheus_families import BY_NAME, FAMILIES, MAX_DEPTH, MAX_ENTROPY, OWN_LABELS, Kind
+from rollout_spec.sinks.prometheus_families import FAMILIES, MAX_DEPTH, MAX_ENTROPY, OWN_LABELS, Kind
 from rollout_spec.sinks.queued import SinkHealth
 from rollout_spec.speedup import PlainRounds, compare, draft_length, round_seconds
 
@@ -38,6 +39,12 @@ _IMPORTANCE = {
 }
 
 
+def _zeros() -> dict[tuple[str, ...], float]:
+    """Counters that are there from the start: what a series counts before its first scrape is no increase."""
+    plain: dict[tuple[str, ...], float] = {(family.name,): 0.0 for family in FAMILIES if family.kind is Kind.COUNTER and not family.labels}
+    return plain | {("requests", reason): 0.0 for reason in ("stop", "length", "aborted", "error")}
+
+
 def _client() -> Any:
     try:
         import prometheus_client
@@ -45,6 +52,24 @@ def _client() -> Any:
     except ImportError:
         raise ValueError("the Prometheus sink needs the package prometheus-client: pip install 'rollout-spec[prometheus]'") from None
     return prometheus_client
+
+
+class Histogram:
+    """Counts by upper edge, which belongs to its bucket."""
+
+    def __init__(self, edges: Sequence[float]) -> None:
+        self._edges = edges
+        self._counts = [0] * (len(edges) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float, count: int = 1) -> None:
+        self._counts[bisect.bisect_left(self._edges, value)] += count
+        self.sum += count * value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(edge, how many are not above it), as Prometheus wants it."""
+        edges = [*(str(float(edge)) for edge in self._edges), "+Inf"]
+        return [(edge, float(count)) for edge, count in zip(edges, itertools.accumulate(self._counts), strict=True)]
 
 
 class PrometheusSink:
@@ -67,12 +92,13 @@ class PrometheusSink:
         client = _client()
         self.registry: Any = client.CollectorRegistry()
         self._own = {"engine": engine, "replica": replica, "drafter": drafter}
-        self._children: dict[tuple[str, ...], Any] = {}
-        self._metrics = {family.name: _metric(client, family.name, self.registry) for family in FAMILIES if family.name != "sink_events"}
+        # Kept here and handed over when Prometheus asks: the client's own counters would take longer than a round's other bookkeeping.
+        self._values = _zeros()  # (family, label values) of counters and gauges
+        self._histograms = {family.name: Histogram(family.buckets) for family in FAMILIES if family.kind is Kind.HISTOGRAM}
         self._plain = PlainRounds()
         self._info: dict[str, tuple[str, str]] = {}
-        self._losses = _HealthCollector(client, self._own)
-        self.registry.register(self._losses)
+        self._health: Callable[[], Sequence[SinkHealth]] = list
+        self.registry.register(self)
         try:
             self._server, _ = client.start_http_server(port, host, registry=self.registry)
         except OSError as error:
@@ -84,7 +110,7 @@ class PrometheusSink:
 
     def watch(self, health: Callable[[], Sequence[SinkHealth]]) -> None:
         """Report these sinks' losses; asked when Prometheus asks, so that even a full queue of this very sink shows."""
-        self._losses.health = health
+        self._health = health
 
     def emit(self, event: Event) -> None:
         if isinstance(event, RoundEvent):
@@ -102,14 +128,14 @@ class PrometheusSink:
             self._weights(event)
         elif isinstance(event, BudgetEvent):
             if math.isfinite(event.predicted_gain):
-                self._of("predicted_gain").set(event.predicted_gain)
+                self._set("predicted_gain", event.predicted_gain)
         elif isinstance(event, DrafterStaleEvent):
             self._add("drafter_stale", 1)
         elif isinstance(event, TrainEvent) and event.role == "policy":
-            self._of("train_step").set(event.step)
+            self._set("train_step", event.step)
             for name, stat in _IMPORTANCE.items():
                 if name in event.metrics:
-                    self._of("importance_ratio", stat).set(event.metrics[name])
+                    self._set("importance_ratio", event.metrics[name], stat)
 
     def close(self) -> None:
         if self._targets_file is not None:
@@ -117,17 +143,30 @@ class PrometheusSink:
         self._server.shutdown()
         self._server.server_close()
 
-    def _of(self, name: str, *labels: str) -> Any:
-        """The child with these labels; kept, for looking it up costs more than adding to it."""
-        key = (name, *labels)
-        child = self._children.get(key)
-        if child is None:
-            named = dict(zip(BY_NAME[name].labels, labels, strict=True))
-            child = self._children[key] = self._metrics[name].labels(**self._own, **named)
-        return child
+    def collect(self) -> Iterator[Any]:
+        """What the client's registry calls at every scrape."""
+        core = _client().core
+        kinds = {Kind.COUNTER: core.CounterMetricFamily, Kind.GAUGE: core.GaugeMetricFamily, Kind.HISTOGRAM: core.HistogramMetricFamily}
+        found = {
+            family.name: kinds[family.kind](f"rollout_spec_{family.name}", family.what, labels=(*OWN_LABELS, *family.labels))
+            for family in FAMILIES
+        }
+        own = tuple(self._own.values())
+        for (name, *labels), value in list(self._values.items()):
+            found[name].add_metric((*own, *labels), value)
+        for name, histogram in self._histograms.items():
+            found[name].add_metric(own, histogram.cumulative(), histogram.sum)
+        for sink in self._health():
+            for outcome in ("delivered", "dropped", "failed"):
+                found["sink_events"].add_metric((*own, sink.name, outcome), getattr(sink, f"num_{outcome}"))
+        yield from found.values()
 
     def _add(self, name: str, amount: float, *labels: str) -> None:
-        self._of(name, *labels).inc(amount)
+        key = (name, *labels)
+        self._values[key] = self._values.get(key, 0.0) + amount
+
+    def _set(self, name: str, value: float, *labels: str) -> None:
+        self._values[(name, *labels)] = value
 
     def _round(self, event: RoundEvent) -> None:
         drafts = event.drafted_by_depth[0] if event.drafted_by_depth else 0
@@ -144,11 +183,11 @@ class PrometheusSink:
             self._add(name, amount)
         for part in ("draft", "target", "verify", "other"):
             self._add("seconds", getattr(event, f"{part}_s"), part)
-        self._of("round_seconds").observe(round_seconds(event))
-        self._of("running_requests").set(event.num_requests)
-        self._of("weights_version", "target").set(event.weights_version)
+        self._histograms["round_seconds"].add(round_seconds(event))
+        self._set("running_requests", event.num_requests)
+        self._set("weights_version", event.weights_version, "target")
         if math.isfinite(event.predicted_accept_prob):
-            self._of("predicted_accept_prob").set(event.predicted_accept_prob)
+            self._set("predicted_accept_prob", event.predicted_accept_prob)
         self._by_depth(event)
         self._by_context(event)
         self._by_entropy(event, drafts)
@@ -157,8 +196,7 @@ class PrometheusSink:
     def _by_depth(self, event: RoundEvent) -> None:
         survivors = [event.num_requests, *event.accepted_by_depth, 0]
         for depth, (here, deeper) in enumerate(itertools.pairwise(survivors)):
-            for _ in range(here - deeper):
-                self._of("accepted_length").observe(depth)
+            self._histograms["accepted_length"].add(depth, here - deeper)
         probs = (*event.mean_accept_prob_by_depth, *[math.nan] * len(event.drafted_by_depth))
         for i, (drafted, accepted) in enumerate(zip(event.drafted_by_depth, event.accepted_by_depth, strict=True)):
             label = str(min(i + 1, MAX_DEPTH))
@@ -199,21 +237,13 @@ class PrometheusSink:
     def _weights(self, event: WeightSyncEvent) -> None:
         self._add("weight_syncs", 1, event.role)
         self._add("weight_sync_seconds", event.seconds, event.role)
-        self._of("weights_version", event.role).set(event.version)
+        self._set("weights_version", event.version, event.role)
         now = (str(event.version), event.checksum)
         before = self._info.get(event.role)
         if before is not None and before != now:
-            self._children.pop(("weights_info", event.role, *before), None)
-            self._metrics["weights_info"].remove(*self._own.values(), event.role, *before)
+            del self._values[("weights_info", event.role, *before)]
         self._info[event.role] = now
-        self._of("weights_info", event.role, *now).set(1)
-
-
-def _metric(client: Any, name: str, registry: Any) -> Any:
-    family = BY_NAME[name]
-    kinds = {Kind.COUNTER: client.Counter, Kind.GAUGE: client.Gauge, Kind.HISTOGRAM: client.Histogram}
-    further = {"buckets": family.buckets} if family.buckets else {}
-    return kinds[family.kind](f"rollout_spec_{name}", family.what, (*OWN_LABELS, *family.labels), registry=registry, **further)
+        self._set("weights_info", 1, event.role, *now)
 
 
 def _write_targets(path: Path, address: str, labels: dict[str, str]) -> None:
@@ -221,19 +251,3 @@ def _write_targets(path: Path, address: str, labels: dict[str, str]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps([{"targets": [address], "labels": labels}]) + "\n")
     beside.replace(path)
-
-
-class _HealthCollector:
-    """sink_events, read from the sinks themselves at every scrape."""
-
-    def __init__(self, client: Any, own: dict[str, str]) -> None:
-        self._client, self._own = client, own
-        self.health: Callable[[], Sequence[SinkHealth]] = list
-
-    def collect(self) -> list[Any]:
-        labels = (*OWN_LABELS, *BY_NAME["sink_events"].labels)
-        family = self._client.core.CounterMetricFamily("rollout_spec_sink_events", BY_NAME["sink_events"].what, labels=labels)
-        for sink in self.health():
-            for outcome in ("delivered", "dropped", "failed"):
-                family.add_metric((*self._own.values(), sink.name, outcome), getattr(sink, f"num_{outcome}"))
-        return [family]

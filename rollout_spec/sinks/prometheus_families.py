@@ -85,4 +85,3 @@ FAMILIES: tuple[Family, ...] = (
     Family(name="train_step", kind=Kind.GAUGE, what="the policy's last training step"),
     Family(name="importance_ratio", kind=Kind.GAUGE, labels=("stat",), what="trainer's over rollout's probability of sampled tokens"),
 )
-BY_NAME = {family.name: family for family in FAMILIES}

@@ -67,6 +67,8 @@ def test_every_alarm_is_tried_on_its_fault_and_on_a_healthy_replica() -> None:
 class EveryOther:
     """Drafts three tokens in one round and none in the next: both sides of the speed-up are there."""
 
+    name = "every_other"
+
     def __init__(self) -> None:
         self._count = itertools.count()
 

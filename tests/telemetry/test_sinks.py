@@ -187,6 +187,9 @@ def test_prometheus_serves_what_was_counted(scraped: dict[str, float]) -> None:
     assert at(scraped, "rollout_spec_seconds_total", part="draft") == pytest.approx(0.004)
     assert at(scraped, "rollout_spec_prompt_tokens_total", source="shared") == 4
     assert at(scraped, "rollout_spec_requests_total", finish_reason="length") == 1
+    # There before they first count: or the first fault would be no increase.
+    assert at(scraped, "rollout_spec_requests_total", finish_reason="error") == 0
+    assert at(scraped, "rollout_spec_drafter_stale_total") == 0
     assert at(scraped, "rollout_spec_off_seconds_total", draft_length="3") == pytest.approx(2 * 2 * 0.015)
     assert at(scraped, "rollout_spec_compared_seconds_total", draft_length="3") == pytest.approx(0.04)
     assert at(scraped, "rollout_spec_accepted_length_bucket", le="0.0") == 4
