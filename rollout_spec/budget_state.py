@@ -28,6 +28,7 @@ def prepared_pilot(
     *,
     model: Path,
     max_batch: int,
+    max_context: int,
     cache_dir: Path | None = None,
     on_forward: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> BudgetPilot:
@@ -46,7 +47,7 @@ def prepared_pilot(
             path.unlink()
     if not path.exists():
         total = num_forwards(max_batch)
-        calibrate(runner, pilot.costs, max_batch, lambda done: on_forward(done, total))
+        calibrate(runner, pilot.costs, max_batch=max_batch, max_context=max_context, on_measured=lambda done: on_forward(done, total))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(pilot.costs.state_dict()))
     return pilot

@@ -204,6 +204,7 @@ def _pilot(controller: BudgetController, session: Session, max_batch: int) -> Bu
             session.runner,
             model=session.loaded.path,
             max_batch=max_batch,
+            max_context=session.max_context,
             on_forward=lambda done, total: progress.update(task, completed=done, total=total, visible=True),
         )
 

@@ -17,17 +17,21 @@ from rollout_spec.engine.load import make_runner
 from rollout_spec.engine.runner import ModelRunner
 
 
-@pytest.fixture(scope="module")
-def runner() -> ModelRunner:
+def tiny_runner(max_context: int) -> ModelRunner:
     config = LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, max_position_embeddings=256
     )
-    return make_runner(AutoModelForCausalLM.from_config(config).eval(), max_context=160)
+    return make_runner(AutoModelForCausalLM.from_config(config).eval(), max_context=max_context)
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return tiny_runner(160)
 
 
 def test_calibration_tells_what_a_round_without_a_draft_costs(runner: ModelRunner) -> None:
     costs, done = OnlineCosts(), list[int]()
-    calibrate(runner, costs, 4, done.append)
+    calibrate(runner, costs, max_batch=4, max_context=160, on_measured=done.append)
     assert done == list(range(1, num_forwards(4) + 1))
     known = costs.snapshot()
     assert known.known
@@ -35,6 +39,12 @@ def test_calibration_tells_what_a_round_without_a_draft_costs(runner: ModelRunne
     assert not known.is_measured(4, 1)  # the drafter did not run
     seconds = known.round_s(4, 400, np.zeros(2), np.array([4.0, 20.0]))
     assert 0 < seconds[0] <= seconds[1]
+
+
+def test_a_short_context_is_calibrated_too() -> None:
+    costs = OnlineCosts()
+    calibrate(tiny_runner(max_context=20), costs, max_batch=2, max_context=20)
+    assert costs.snapshot().is_measured(2, 0)
 
 
 def test_shapes_end_at_the_batch_size() -> None:
@@ -46,7 +56,13 @@ def test_costs_are_measured_once(runner: ModelRunner, tmp_path: Path) -> None:
     def forwards(controller: ThroughputBudget | FixedBudget) -> int:
         done: list[int] = []
         pilot = prepared_pilot(
-            controller, runner, model=tmp_path, max_batch=2, cache_dir=tmp_path, on_forward=lambda now, total: done.append(now)
+            controller,
+            runner,
+            model=tmp_path,
+            max_batch=2,
+            max_context=160,
+            cache_dir=tmp_path,
+            on_forward=lambda now, total: done.append(now),
         )
         assert pilot.costs.snapshot().known == isinstance(controller, ThroughputBudget)
         return len(done)
