@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rollout_spec.events import BudgetEvent, Event, RoundEvent
 from rollout_spec.sinks.summary import SummarySink
 
-MAX_BINS = 400
+MAX_BINS = 200
 ENTROPY_STEP = 0.25  # nats
 
 

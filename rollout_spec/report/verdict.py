@@ -62,16 +62,17 @@ def _pays(run: Run, runs: Sequence[Run]) -> Sentence:
     total = run.bins.total().totals
     if not run.drafts:
         return Sentence(level=Level.NEUTRAL, text="This run did not speculate.")
-    reference = _reference(run, runs)
-    if reference is not None:
-        own, other = _speed(run), _speed(reference)
-        return _saved(own / other, f"{own:.0f} tokens a second of engine time against {other:.0f} in {reference.name}, without speculation")
     by_length = total.speed.by_length()
     drafted_s = sum(part.seconds for length, part in by_length.items() if length)
     compared_s = sum(part.compared_s for length, part in by_length.items() if length)
     speedup = total.speed.speedup()
     if math.isfinite(speedup) and compared_s >= _FEW * drafted_s:
         return _saved(speedup, "against its own rounds without a draft at the same batch size" + _partly(compared_s / drafted_s))
+    reference = _reference(run, runs)
+    if reference is not None:
+        own, other = _speed(run), _speed(reference)
+        basis = f"{own:.0f} tokens a second of engine time against {other:.0f} of the run {reference.name}, which did not speculate"
+        return _saved(own / other, f"{basis}; as sure as the machine was equally busy")
     bound = total.speed.speedup_bound()
     level = Level.BAD if bound < 1 - _EVEN else Level.NEUTRAL
     worst = "it loses time" if level is Level.BAD else "run once with --budget off and report both to know"

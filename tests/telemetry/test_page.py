@@ -313,9 +313,9 @@ def test_replicas_are_one_run_in_the_order_of_time(tmp_path: Path) -> None:
 def test_long_runs_are_merged_into_few_bins_and_lose_nothing(tmp_path: Path) -> None:
     write(tmp_path / "run" / "events.jsonl", iter([a_round(index) for index in range(3_333)]))
     run = read_run(tmp_path / "run")
-    assert 200 < len(run.bins.bins) <= 400
-    assert run.bins.width == 16
-    assert all(part.totals.num_rounds == 16 for part in run.bins.bins[:-1])
+    assert 100 < len(run.bins.bins) <= 200
+    assert run.bins.width == 32
+    assert all(part.totals.num_rounds == 32 for part in run.bins.bins[:-1])
     total = run.bins.total().totals
     assert (total.num_rounds, total.num_accepted_tokens) == (3_333, 6_666)
 
