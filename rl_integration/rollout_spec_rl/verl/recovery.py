@@ -19,7 +19,10 @@ MAX_RESTARTS = 8  # of one server; more is no accident
 
 def was_restarted() -> bool:
     """Whether this process stands in for one that died."""
-    return bool(ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed)
+    if not ray.is_initialized():
+        return False
+    context = ray.get_runtime_context()
+    return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)
 
 
 def take_newest_weights(engine: Engine, replica_rank: int, no_version: int) -> int:

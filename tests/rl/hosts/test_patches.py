@@ -58,11 +58,14 @@ def test_only_training_steps_get_rollout_metrics(monkeypatch: pytest.MonkeyPatch
     logged: list[dict[str, Any]] = []
     log = patches._log_with_rollout_metrics(lambda _, data, step, backend: logged.append(data))
     monkeypatch.setattr(collect, "step_metrics", lambda: {"rollout_spec/entropy": 1.0})
+    reported: list[tuple[Any, int]] = []
+    monkeypatch.setattr(collect, "report_training", lambda data, number: reported.append((data, number)))
     step = {"training/global_step": 3}
     log(None, step, 3)
     log(None, {"val-core/acc": 0.5}, 3)
     assert logged == [{"training/global_step": 3, "rollout_spec/entropy": 1.0}, {"val-core/acc": 0.5}]
     assert step == {"training/global_step": 3}
+    assert reported == [(step, 3)]
 
 
 def test_separate_async_may_log_as_it_does(caplog: pytest.LogCaptureFixture) -> None:
