@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rollout_spec import __version__, reports
@@ -21,6 +19,7 @@ from rollout_spec.bench import Bench, BenchSettings
 from rollout_spec.budget import BudgetController
 from rollout_spec.budget_state import prepared_pilot
 from rollout_spec.composition import Composition
+from rollout_spec.console import clear_errors, console
 from rollout_spec.demo import run_demo
 from rollout_spec.doctor import Status, diagnose
 from rollout_spec.engine.baselines import Baseline, TransformersBaseline, VllmBaseline
@@ -35,7 +34,6 @@ from rollout_spec.sinks.specs import SINK_WORDS, SinkPlace, open_telemetry
 
 INTERRUPTED = 130
 DRAFTER_NAMES = "none, ngram, suffix, self (self:T drafts at temperature T)"
-console = Console(stderr=True)
 
 Model = Annotated[str, typer.Option("--model", "-m", help="smollm2-135m, a local Hugging Face directory, or a hub id.")]
 Prompts = Annotated[
@@ -66,16 +64,6 @@ BudgetOption = Annotated[
         "batch_table:FILE (JSON of requests to draft length) or off.",
     ),
 ]
-
-
-@contextmanager
-def _clear_errors() -> Iterator[None]:
-    """One line for what the user can mend; a traceback only for what is our fault."""
-    try:
-        yield
-    except ValueError as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        raise typer.Exit(2) from None
 
 
 def _progress() -> Progress:
@@ -139,7 +127,7 @@ def rollout(
     sinks: Annotated[list[str] | None, typer.Option("--sink", help=f"Also report to: {SINK_WORDS}. May be given several times.")] = None,
 ) -> None:
     """Generate rollouts for a set of prompts; may be interrupted and resumed."""
-    with _clear_errors():
+    with clear_errors():
         sampling = SamplingParams(
             temperature=temperature,
             top_p=top_p,
@@ -246,7 +234,7 @@ def bench(
     threads: Threads = None,
 ) -> None:
     """Measure drafters (and other engines) side by side, interleaved in one run."""
-    with _clear_errors():
+    with clear_errors():
         scheme, widths = parse_scheme(verifier), parse_widths(tree_width)
         parse_budget(budget, draft_length, widths)  # what is wrong with it is said before the model is loaded
         sizes = tuple(_positive(part, "--batch-sizes") for part in batch_sizes.split(","))
@@ -306,7 +294,7 @@ def demo(
     threads: Threads = None,
 ) -> None:
     """The real model, real prompts, with and without speculation: the same tokens, fewer rounds."""
-    with _clear_errors(), _progress() as progress:
+    with clear_errors(), _progress() as progress:
         result = run_demo(_composition(context), out=out, quick=quick, threads=threads, progress=progress, report=_say)
     reports.print_demo(Console(), result)
     if not result.identical:

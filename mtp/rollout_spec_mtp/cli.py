@@ -16,11 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rollout_spec.composition import Composition
+from rollout_spec.console import clear_errors, console
 from rollout_spec.job import write_text
 from rollout_spec.prompts import load_prompts
 from rollout_spec.session import set_threads
-
-_console = Console(stderr=True)
 
 _Config = Annotated[Path, typer.Option("--config", "-c", help="YAML file, like configs/drafter/mtp_smollm2.yaml.")]
 _Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run; default: the config's.")]
@@ -34,7 +33,7 @@ class ConsoleDisplay:
         self._progress = progress
 
     def say(self, line: str) -> None:
-        _console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
 
     def bar(self, name: str, total: int, done: int) -> Callable[[int, str], None]:
         task = self._progress.add_task(name, total=total, completed=done)
@@ -43,7 +42,7 @@ class ConsoleDisplay:
         def update(now: int, note: str) -> None:
             nonlocal tenth
             self._progress.update(task, completed=now, description=f"{name}  {note}")
-            if not _console.is_terminal and 10 * now // total > tenth:
+            if not console.is_terminal and 10 * now // total > tenth:
                 tenth = 10 * now // total
                 passed = time.perf_counter() - began
                 left = passed * (total - now) / max(now - done, 1)
@@ -55,19 +54,15 @@ class ConsoleDisplay:
 @contextmanager
 def console_display() -> Iterator[ConsoleDisplay]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_console, disable=not sys.stderr.isatty()) as progress:
+    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
         yield ConsoleDisplay(progress)
 
 
 @contextmanager
 def _display() -> Iterator[ConsoleDisplay]:
     """A display, and one line instead of a traceback for what the user can mend."""
-    try:
-        with console_display() as display:
-            yield display
-    except ValueError as error:
-        _console.print(f"[bold red]error:[/] {error}", highlight=False)
-        raise typer.Exit(2) from None
+    with clear_errors(), console_display() as display:
+        yield display
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -106,7 +101,7 @@ def train_drafter(
         report = run_training(settings, folder, _composition(context).make_ops(), display, resume=resume)
     if report:
         _print_report(report)
-        _console.print(f"drafter in {folder / 'drafter'}", highlight=False)
+        console.print(f"drafter in {folder / 'drafter'}", highlight=False)
 
 
 def collect(context: typer.Context, config: _Config, out: _Out = None, overrides: _Set = None) -> None:
@@ -119,7 +114,7 @@ def collect(context: typer.Context, config: _Config, out: _Out = None, overrides
         set_threads(settings.threads)
         folder = (out or Path(settings.out)) / "rollouts"
         found = collect_only(settings, folder, _composition(context).make_ops(), display)
-        _console.print(f"{len(found)} sequences in {folder}", highlight=False)
+        console.print(f"{len(found)} sequences in {folder}", highlight=False)
 
 
 def eval_drafter(
@@ -184,7 +179,7 @@ def export_drafter(
         if export is None:
             raise ValueError(f"drafters of kind {trained.kind} have no published layout")
         export(trained, loaded.path, out)
-    _console.print(f"{trained.kind} drafter in {out}", highlight=False)
+    console.print(f"{trained.kind} drafter in {out}", highlight=False)
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
+from rollout_spec.console import clear_errors
 from rollout_spec.report.live import Dashboard, Watcher
 from rollout_spec.report.page import report_page
 from rollout_spec.report.runs import Run, read_runs
 from rollout_spec.report.samples import TextOf
 from rollout_spec.report.verdict import sentences
 
-_console = Console(stderr=True)
 _Paths = Annotated[list[Path], typer.Argument(help="Folders of runs, or event logs.", metavar="RUN...")]
-
-
-@contextmanager
-def _clear_errors() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        _console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        raise typer.Exit(2) from None
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -42,7 +30,7 @@ def report(
     texts: Annotated[bool, typer.Option("--texts/--ids", help="Show tokens as text (loads each run's tokenizer) or as ids.")] = True,
 ) -> None:
     """Say of runs whether speculation pays, why not, and whether anything is stale or lost: one HTML file that needs no network."""
-    with _clear_errors():
+    with clear_errors():
         runs = read_runs(paths)
         page = report_page(runs, text_of=[_text_of(run) if texts else None for run in runs])
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +65,6 @@ def dashboard(
     every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between two looks at the logs.")] = 2.0,
 ) -> None:
     """A page that follows runs while they go on."""
-    with _clear_errors():
+    with clear_errors():
         server = Dashboard(Watcher(paths, every_s=every), host=host, port=port, token=token)
         server.serve(lambda address: typer.echo(f"dashboard: {address}  (Ctrl-C ends it)"))

@@ -5,24 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from rollout_spec.console import clear_errors, console
 from rollout_spec.job import write_text
 from rollout_spec.simulate.recorded import recorded_world
 from rollout_spec.simulate.run import Comparison, compare, num_runs
 from rollout_spec.simulate.world import World
 from rollout_spec.simulate.worlds import WORLDS
-
-_console = Console(stderr=True)
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -30,25 +27,16 @@ def add_commands(app: typer.Typer) -> None:
     app.command("simulate")(simulate)
 
 
-@contextmanager
-def _clear_errors() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        _console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        raise typer.Exit(2) from None
-
-
 def simulate(
     world: Annotated[str, typer.Option("--world", help=f"{', '.join(WORLDS)}, all, or a run's folder or events.jsonl to replay.")] = "all",
     json_path: Annotated[Path | None, typer.Option("--json", help="Where the results go.")] = None,
 ) -> None:
     """Run budgets through worlds whose law of acceptance and costs are known, against an oracle that knows them too."""
-    with _clear_errors():
+    with clear_errors():
         worlds = worlds_of(world)
         results: list[Comparison] = []
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=_console, disable=not sys.stderr.isatty()) as progress:
+        with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task("simulate", total=num_runs() * len(worlds))
             for one in worlds:
                 results += compare(one, lambda what: progress.update(task, advance=1, description=what))

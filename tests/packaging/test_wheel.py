@@ -27,6 +27,7 @@ BEYOND_THE_CORE = (
     "rollout_spec.bench",
     "rollout_spec.demo",
     "rollout_spec.budget_state",
+    "rollout_spec.console",
     "rollout_spec.report",
     "rollout_spec.simulate.commands",
 )
