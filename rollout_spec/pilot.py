@@ -31,7 +31,7 @@ class RoundReport:
     """What ``observe`` is told of a round."""
 
     outcome: RoundOutcome
-    shape: RoundShape
+    shape: RoundShape | None  # None: what it took says nothing of such rounds, for something else was done beside
     draft_s: float
     rest_s: float  # everything but drafting and deciding
 
@@ -83,7 +83,8 @@ class BudgetPilot:
 
     def observe(self, report: RoundReport) -> bool:
         """What became of the round that was decided last. True if the drafter was found stale by it."""
-        self.costs.observe(report.shape, report.draft_s, report.rest_s)
+        if report.shape is not None:
+            self.costs.observe(report.shape, report.draft_s, report.rest_s)
         epoch = self.monitor.epoch
         found_stale = self.monitor.observe(report.outcome, self._forecast)
         if self.monitor.epoch != epoch:

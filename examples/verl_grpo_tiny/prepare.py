@@ -33,7 +33,8 @@ def write_tokenizer(folder: Path) -> int:
     return len(vocabulary)
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, head_dim: int = 16) -> None:
+    """vLLM's attention on a CPU wants heads of 32 at least."""
     config = LlamaConfig(
         vocab_size=write_tokenizer(folder),
         hidden_size=64,
@@ -41,7 +42,7 @@ def write_model(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=512,
         pad_token_id=0,
         bos_token_id=1,

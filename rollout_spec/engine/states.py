@@ -21,7 +21,7 @@ _FEW = 32  # pieces of a request that may lie about unmerged
 
 
 @dataclass(kw_only=True)
-class _Pile:
+class StatePile:
     """States of one request, in the order of their positions. Without a draft it grows by a piece a round, up to the whole context."""
 
     pieces: list[tuple[range, dict[int, Tensor]]] = field(default_factory=list)  # positions, layer -> their states
@@ -43,7 +43,7 @@ class StateBuffer:
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
-        self._pending: dict[str, _Pile] = {}
+        self._pending: dict[str, StatePile] = {}
         self._begun: set[str] = set()  # requests whose states from position 0 were queued under the present weights
 
     def add_prefill(self, chunk: PrefillChunk, step: StepInput, out: StepOutput) -> None:
@@ -72,7 +72,7 @@ class StateBuffer:
             request.slot.taps = dict.fromkeys(self.layers, torch.empty(0))
         if request.slot is not None and request.num_cached:
             assert all(tap.shape[0] == request.num_cached for tap in request.slot.taps.values())
-            self._pending[request.request_id] = _Pile(pieces=[(range(request.num_cached), dict(request.slot.taps))])
+            self._pending[request.request_id] = StatePile(pieces=[(range(request.num_cached), dict(request.slot.taps))])
 
     def add_round(self, requests: Sequence[RunningRequest], rows: Sequence[Sequence[int]], taps: Mapping[int, Tensor]) -> None:
         """States of the rows that a round commits (root, then accepted path), which lie behind what each request has cached so far."""
@@ -82,22 +82,13 @@ class StateBuffer:
             chosen = slice(own[0], own[-1] + 1) if adjoining else torch.tensor(own)
             positions = range(request.num_cached, request.num_cached + len(own))
             piece = {layer: taps[layer][chosen] for layer in self.layers}
-            self._pending.setdefault(request.request_id, _Pile()).add(positions, piece)
+            self._pending.setdefault(request.request_id, StatePile()).add(positions, piece)
 
     def take(self, requests: Sequence[RunningRequest]) -> TargetStates | None:
         """Everything pending for these requests, in their order; after ``clear``, a request's states from position 0 once more."""
         if not self.layers:
             return None
-        parts = [self._pending.pop(request.request_id, _Pile()).pieces for request in requests]
-        offsets = list(itertools.accumulate((sum(len(positions) for positions, _ in part) for part in parts), initial=0))
-        flat = [piece for part in parts for piece in part]
-        if not flat:
-            return TargetStates(hidden={}, positions=torch.empty(0, dtype=torch.int64), offsets=torch.tensor(offsets))
-        return TargetStates(
-            hidden={layer: _joined([states[layer] for _, states in flat]) for layer in self.layers},
-            positions=torch.tensor([position for positions, _ in flat for position in positions]),
-            offsets=torch.tensor(offsets),
-        )
+        return target_states([self._pending.pop(request.request_id, StatePile()) for request in requests], self.layers)
 
     def drop(self, request_id: str) -> None:
         self._pending.pop(request_id, None)
@@ -107,6 +98,19 @@ class StateBuffer:
         """The weights changed: what is pending is void, and so is what drafters have seen."""
         self._pending.clear()
         self._begun.clear()
+
+
+def target_states(piles: Sequence[StatePile], layers: Sequence[int]) -> TargetStates:
+    """What a drafter is handed of requests with these piles [B]."""
+    offsets = list(itertools.accumulate((sum(len(positions) for positions, _ in pile.pieces) for pile in piles), initial=0))
+    flat = [piece for pile in piles for piece in pile.pieces]
+    if not flat:
+        return TargetStates(hidden={}, positions=torch.empty(0, dtype=torch.int64), offsets=torch.tensor(offsets))
+    return TargetStates(
+        hidden={layer: _joined([states[layer] for _, states in flat]) for layer in layers},
+        positions=torch.tensor([position for positions, _ in flat for position in positions]),
+        offsets=torch.tensor(offsets),
+    )
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -11,6 +11,8 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from rollout_spec_rl.verl.options import WHERE, RolloutPlan, plan_rollouts
 from rollout_spec_rl.verl.patches import check_version
 from rollout_spec_rl.verl.replica import as_mapping
+from rollout_spec_rl.vllm.options import KEY, VllmOptions
+from rollout_spec_rl.vllm.patches import check_version as check_vllm_version
 
 
 class CheckConfig(Callback):
@@ -38,6 +40,20 @@ class CheckConfig(Callback):
         try:
             check_version()
             plan_rollouts(as_mapping(config.actor_rollout_ref.rollout))
+        except ValueError as error:
+            raise SystemExit(f"rollout_spec: {error}") from None
+
+
+class CheckVllmConfig(Callback):
+    """The same for rollouts by vLLM."""
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        engine = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=False)
+        assert isinstance(engine, dict)
+        try:
+            check_version()
+            check_vllm_version()
+            VllmOptions.parse(engine["additional_config"][KEY])
         except ValueError as error:
             raise SystemExit(f"rollout_spec: {error}") from None
 

@@ -22,15 +22,18 @@ _KEPT = ("rollout_corr/", "training/rollout_probs_diff", "actor/ppo_kl", "actor/
 def step_metrics() -> dict[str, float]:
     """Metrics of all live servers together; empty when no server is ours. A server that died is named in the log and left out."""
     names = server_names()
-    if not names:
-        return {}
     parts: list[StepTotals] = []
+    num_ours = 0
     for name in names:
         try:
-            parts.append(ray.get(ray.get_actor(name).take_metrics.remote()))
+            server = ray.get_actor(name)
+            if not hasattr(server, "take_metrics"):
+                continue
+            num_ours += 1
+            parts.append(ray.get(server.take_metrics.remote()))
         except (RayActorError, ValueError) as error:  # ValueError: gone between the listing and the look-up
             logger.warning("%s gave no metrics for this step: %s", name, str(error).splitlines()[0])
-    return {**named(merge(parts)), "rollout_spec/num_replicas": float(len(parts))}
+    return {**named(merge(parts)), "rollout_spec/num_replicas": float(len(parts))} if num_ours else {}
 
 
 def report_training(data: Mapping[str, object], step: int) -> None:
@@ -40,6 +43,8 @@ def report_training(data: Mapping[str, object], step: int) -> None:
     for name in server_names():
         try:
             server = ray.get_actor(name)
+            if not hasattr(server, "note_training"):
+                continue
             ray.get(server.note_training.remote(step, float(loss) if isinstance(loss, Real) else math.nan, kept))
         except (RayActorError, ValueError) as error:
             logger.warning("%s took no figures of step %d: %s", name, step, str(error).splitlines()[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ray
 
 SERVER_PREFIX = "rollout_spec_server_"
+VLLM_PREFIX = "vllm_server_"  # verl's own name, by which its workers look for it
 
 
 def server_name(replica_rank: int, suffix: str = "") -> str:
@@ -13,5 +14,5 @@ def server_name(replica_rank: int, suffix: str = "") -> str:
 
 
 def server_names() -> list[str]:
-    """Of all servers of this run that are alive or being started again."""
-    return sorted(name for name in ray.util.list_named_actors() if name.startswith(SERVER_PREFIX))
+    """Of all servers of this run that are alive or being started again; vLLM's may run without us."""
+    return sorted(name for name in ray.util.list_named_actors() if name.startswith((SERVER_PREFIX, VLLM_PREFIX)))

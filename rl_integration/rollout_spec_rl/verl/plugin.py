@@ -66,7 +66,14 @@ def _register_backend() -> None:
         return RolloutSpecReplica
 
     base._ROLLOUT_REGISTRY[(BACKEND, "async")] = "rollout_spec_rl.verl.adapter.RolloutSpecAdapter"  # noqa: SLF001  # verl's only way in
+
+    def load_vllm() -> type[RolloutReplica]:
+        from rollout_spec_rl.verl.vllm_server import SpecVllmReplica
+
+        return SpecVllmReplica
+
     RolloutReplicaRegistry.register(BACKEND, load)
+    RolloutReplicaRegistry.register("vllm", load_vllm)
 
 
 def _register_configs() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from rollout_spec_rl.patching import Patch, fingerprint, place
 from rollout_spec_rl.verl import patches
 
 
 @pytest.mark.parametrize("patch", patches.EVERY_PATCH, ids=lambda patch: patch.target)
-def test_upstream_is_what_the_patch_knows(patch: patches.Patch) -> None:
+def test_upstream_is_what_the_patch_knows(patch: Patch) -> None:
     assert patch.fingerprint() == patch.upstream, f"{patch.target} changed upstream: see whether the patch is still right ({patch.reason})"
 
 
@@ -23,14 +24,14 @@ def test_a_changed_upstream_is_noticed() -> None:
     def other() -> int:
         return 2
 
-    assert patches.fingerprint(one) != patches.fingerprint(other)
-    assert len(patches.fingerprint(one)) == 12
+    assert fingerprint(one) != fingerprint(other)
+    assert len(fingerprint(one)) == 12
 
 
 @pytest.mark.parametrize("patch", patches.EVERY_PATCH, ids=lambda patch: patch.target)
-def test_applying_twice_is_applying_once(patch: patches.Patch) -> None:
+def test_applying_twice_is_applying_once(patch: Patch) -> None:
     patch.apply()
-    owner, name = patches.place(patch.target)
+    owner, name = place(patch.target)
     once = getattr(owner, name)
     patch.apply()
     assert getattr(owner, name) is once
@@ -96,6 +97,6 @@ def test_fully_async_gets_our_workers_and_our_client(monkeypatch: pytest.MonkeyP
 
 
 def test_patches_of_a_trainer_that_does_not_run_are_not_loaded() -> None:
-    absent = patches.Patch(target="no_such_module:name", reason="", upstream="", replace=lambda it: it)
+    absent = Patch(target="no_such_module:name", reason="", upstream="", replace=lambda it: it)
     assert not absent.loaded
     assert patches.IN_EVERY_PROCESS[0].loaded

@@ -1,0 +1,71 @@
+"""RolloutSpecExtension: what ``collective_rpc`` may ask of a vLLM worker that runs our proposer.
+
+llm.collective_rpc("rollout_spec_metrics")
+llm.collective_rpc("rollout_spec_update_policy", args=("runs/policy", 1))
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rollout_spec_rl.verl.metrics import named
+
+Source = str | Iterable[tuple[str, Tensor]]  # a safetensors file or folder of the worker's machine, or the tensors themselves
+
+
+class RolloutSpecExtension:
+    """Mixed into vLLM's worker class, whose ``model_runner`` it uses. Methods have a prefix: vLLM refuses names that it has itself."""
+
+    model_runner: Any
+
+    def rollout_spec_metrics(self) -> dict[str, float]:
+        """Since they were last asked for, by the names they have in verl's logger (docs/verl.md): acceptance, entropy, budget, seconds."""
+        return named(proposer_of(self.model_runner).totals.take())
+
+    def rollout_spec_totals(self) -> bytes:
+        """The sums that these come from, a pickled StepTotals (vLLM's messages carry plain values only), to be merged over engines."""
+        return pickle.dumps(proposer_of(self.model_runner).totals.take())
+
+    def rollout_spec_update_policy(self, source: Source, version: int) -> str:
+        """New weights of the policy (sync.update_policy); returns their checksum. vLLM's prefix cache must be reset as well."""
+        from rollout_spec_rl.vllm import sync
+
+        return sync.update_policy(self.model_runner, proposer_of(self.model_runner), _tensors(source), version).checksum
+
+    def rollout_spec_update_drafter(self, source: Source, version: int) -> str:
+        """New weights of the drafter; returns their checksum."""
+        from rollout_spec_rl.vllm import sync
+
+        return sync.update_drafter(proposer_of(self.model_runner), _drafter_tensors(source), version).checksum
+
+    def rollout_spec_close(self) -> None:
+        """Deliver what sinks still hold, and close them."""
+        proposer_of(self.model_runner).speculator.sink.close()
+
+
+def proposer_of(runner: Any) -> Any:
+    """The runner's SpecProposer. ValueError if it runs another."""
+    from rollout_spec_rl.vllm.proposer import SpecProposer
+
+    drafter = getattr(runner, "drafter", None)
+    if not isinstance(drafter, SpecProposer):
+        raise ValueError("this engine does not run rollout_spec's proposer: start it with rollout_spec_rl.vllm.engine_args(...)")
+    return drafter
+
+
+def _tensors(source: Source) -> Iterable[tuple[str, Tensor]]:
+    from rollout_spec_rl.vllm import sync
+
+    return sync.read_tensors(Path(source)) if isinstance(source, str) else source
+
+
+def _drafter_tensors(source: Source) -> Iterable[tuple[str, Tensor]]:
+    from rollout_spec_mtp.checkpoint import VOCABULARY
+
+    # The file also holds the reduced vocabulary, which an update cannot change.
+    return [(name, tensor) for name, tensor in _tensors(source) if name != VOCABULARY]

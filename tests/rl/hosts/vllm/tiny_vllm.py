@@ -1,0 +1,170 @@
+"""A tiny policy with drafters, engines of it, and the exact law of what it samples.
+
+Shape legend: P prefixes, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+VOCAB = 32
+PROMPT = tuple((7 * i + 3) % VOCAB for i in range(41))  # longer than a block of the prefix cache
+REST = -1  # stands for all continuations of a prefix that is too rare to be looked at one by one
+
+
+def write_policy(folder: Path, seed: int = 0) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,  # the least that vLLM's attention on a CPU takes
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def load(policy: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+
+
+def write_drafters(policy: Path, folder: Path) -> Path:
+    """Untrained, but different from nothing: their drafts are accepted now and then."""
+    from rollout_spec_mtp.checkpoint import save_drafter
+    from rollout_spec_mtp.kinds import kind_of
+    from rollout_spec_mtp.training.protocol import PolicyParts
+
+    parts = PolicyParts.of(load(policy))
+    torch.manual_seed(1)
+    for kind, config, ids in (
+        ("mtp", {"draft_length": 3, "hidden_layers": [1, -1]}, None),
+        ("block", {"num_layers": 1, "block_size": 4, "target_layers": [0, 1], "mask_token_id": 0}, torch.arange(0, VOCAB, 2)),
+    ):
+        model = kind_of(kind).build(config, parts, ids)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.add_(0.03 * torch.randn_like(parameter))
+        save_drafter(folder / kind, model, parts)
+    return folder
+
+
+@dataclass
+class Running:
+    """At most one engine."""
+
+    policy: Path
+    llm: Any = field(default=None)
+
+    def start(self, *, options: dict[str, Any] | None = None, **settings: Any) -> Any:
+        """vLLM's LLM; options as engine_args takes them, None without our speculation."""
+        from vllm import LLM
+
+        from rollout_spec_rl.vllm import engine_args
+
+        self.stop()
+        given = {
+            "model": str(self.policy),
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 128,
+            "max_num_seqs": 64,
+            "max_num_batched_tokens": 512,
+            "block_size": 32,
+            "seed": 0,
+            "disable_log_stats": True,
+            **({} if options is None else engine_args(**options)),
+            **settings,
+        }
+        self.llm = LLM(**given)
+        return self.llm
+
+    def stop(self) -> None:
+        self.llm = None
+        gc.collect()
+
+
+def runner_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def totals_of(llm: Any) -> dict[str, float]:
+    """Our metrics since they were last asked for."""
+    from rollout_spec_rl.verl.metrics import named
+
+    return named(runner_of(llm).drafter.totals.take())
+
+
+def sample(llm: Any, count: int, length: int, prompt: Sequence[int] = PROMPT, **params: Any) -> list[tuple[int, ...]]:
+    from vllm import SamplingParams
+
+    asked = SamplingParams(n=count, max_tokens=length, ignore_eos=True, detokenize=False, **params)
+    outputs = llm.generate({"prompt_token_ids": list(prompt)}, asked, use_tqdm=False)
+    return [tuple(output.token_ids) for output in outputs[0].outputs]
+
+
+@torch.inference_mode()
+def exact_law(model: Any, process: Callable[[Tensor], Tensor], length: int, prompt: Sequence[int] = PROMPT) -> dict[tuple[int, ...], float]:
+    """Probabilities of all continuations, those of rare prefixes summed up under (*prefix, REST).
+
+    process: logits [P, V] -> logits whose softmax is sampled from.
+    """
+    law, prefixes = dict[tuple[int, ...], float](), {(): 1.0}
+    for _ in range(length):
+        names = list(prefixes)
+        ids = torch.tensor([[*prompt, *name] for name in names])
+        probs = torch.cat([process(model(part).logits[:, -1].float()).softmax(-1) for part in ids.split(256)])
+        following: dict[tuple[int, ...], float] = {}
+        for name, row in zip(names, probs.double().tolist(), strict=True):
+            following |= {(*name, token): prefixes[name] * prob for token, prob in enumerate(row) if prob > 0}
+        rare = {name: prob for name, prob in following.items() if prob < 1e-3}
+        law |= {(*name, REST): prob for name, prob in rare.items()}
+        prefixes = {name: prob for name, prob in following.items() if name not in rare}
+    return law | prefixes
+
+
+def fit(samples: Sequence[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """p of a chi-square test of the samples against the law; cells are merged, by the law alone, until each expects five samples."""
+    counts = dict.fromkeys(law, 0)
+    for tokens in samples:
+        name = next(key for key in _names(tokens) if key in counts)
+        counts[name] += 1
+    ordered = sorted(law, key=lambda name: (-law[name], name))
+    seen = np.array([counts[name] for name in ordered], dtype=float)
+    expected = np.array([law[name] for name in ordered]) * len(samples)
+    edges, total = [0], 0.0
+    for place, value in enumerate(expected):
+        total += value
+        if total >= 5:
+            edges.append(place + 1)
+            total = 0.0
+    edges[-1] = len(expected)
+    sums = [np.add.reduceat(values, edges[:-1]) for values in (seen, expected)]
+    return float(stats.chisquare(sums[0], sums[1] * sums[0].sum() / sums[1].sum()).pvalue)
+
+
+def _names(tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [tokens, *((*tokens[:end], REST) for end in range(1, len(tokens) + 1))]
