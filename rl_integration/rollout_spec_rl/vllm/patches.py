@@ -152,7 +152,7 @@ UNDER_VERL_ON_CPU = (
     Patch(
         target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
         reason="it drops a linear layer's weight once it is packed, and verl loads into that weight and packs again",
-        upstream="",
+        upstream="d41e9cf4aa57",
         replace=_keep_weights,
     ),
 )
