@@ -1,0 +1,126 @@
+"""The corners of vLLM's scheduling: outputs are the policy's own whatever became of a draft on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_vllm import PROMPT, VOCAB, load, sample, totals_of
+
+KINDS = ("mtp", "block")
+
+
+@pytest.fixture(scope="module")
+def model(policy: Path) -> Any:
+    return load(policy)
+
+
+@torch.inference_mode()
+def continued(model: Any, prompt: Sequence[int], length: int) -> tuple[int, ...]:
+    """Greedy tokens behind a prompt."""
+    tokens = list(prompt)
+    for _ in range(length):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(3, VOCAB, (count, length), generator=generator).tolist()
+
+
+def greedy(llm: Any, given: Sequence[Sequence[int]], length: int, **params: Any) -> list[tuple[int, ...]]:
+    from vllm import SamplingParams
+
+    asked = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False, **params)
+    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in given], asked, use_tqdm=False)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_corners(kind: str, start: Callable[..., Any], drafters: Path, model: Any) -> None:
+    """One engine with small chunks and the prefix cache on; each corner is compared with the policy itself."""
+    options = {"drafter": str(drafters / kind), "draft_length": 3, "budget": "fixed:3"}
+    llm = start(options=options, max_num_batched_tokens=64, max_num_seqs=8, enable_prefix_caching=True)
+    mixed = [*prompts(5, 70), *prompts(4, 33), [*PROMPT], [*PROMPT, 4], [*PROMPT]]
+    expected = [continued(model, prompt, 12) for prompt in mixed]
+    assert greedy(llm, mixed, 12) == expected, "chunked prefill and shared prefixes"
+    assert greedy(llm, mixed, 12) == expected, "once more, from the prefix cache"
+    almost_full = prompts(2, 126)
+    assert greedy(llm, almost_full, 2) == [continued(model, prompt, 2) for prompt in almost_full], "prompts of the longest length - 2"
+    near_the_end = [*prompts(1, 124), *prompts(1, 20)]
+    found = greedy(llm, near_the_end, 8)
+    assert [len(tokens) for tokens in found] == [4, 8]
+    assert found == [continued(model, prompt, length) for prompt, length in zip(near_the_end, (4, 8), strict=True)]
+    stop = expected[0][5]
+    first = expected[0].index(stop) + 1
+    assert greedy(llm, mixed[:1], 12, stop_token_ids=[stop]) == [expected[0][:first]], "a stop token inside a draft"
+    check_aborts(llm, mixed, expected)
+    check_seeds(llm)
+    seen = totals_of(llm)
+    assert seen["rollout_spec/num_failed_requests"] == 0
+    assert seen["rollout/spec_accept_rate"] > 0
+
+
+def check_aborts(llm: Any, given: Sequence[Sequence[int]], expected: Sequence[tuple[int, ...]]) -> None:
+    """Requests that are cut with drafts in flight leave the others, and those that come after them, as they were."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    asked = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+    for index, prompt in enumerate(given[:4]):
+        engine.add_request(f"cut-{index}", {"prompt_token_ids": list(prompt)}, asked)
+    done: dict[str, tuple[int, ...]] = {}
+    for step in range(60):
+        if step == 9:
+            engine.abort_request(["cut-0", "cut-2"])
+        done |= {output.request_id: tuple(output.outputs[0].token_ids) for output in engine.step() if output.finished}
+        if not engine.has_unfinished_requests():
+            break
+    assert {name: tokens for name, tokens in done.items() if len(tokens) == 12} == {"cut-1": expected[1], "cut-3": expected[3]}
+    assert greedy(llm, given[:4], 12) == list(expected[:4])
+
+
+def check_seeds(llm: Any) -> None:
+    """A seeded request is the same beside unseeded ones, whose samples differ from each other."""
+    from vllm import SamplingParams
+
+    def ask(seeds: Sequence[int | None]) -> list[tuple[int, ...]]:
+        params = [SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, detokenize=False, seed=seed) for seed in seeds]
+        outputs = llm.generate([{"prompt_token_ids": list(PROMPT)}] * len(seeds), params, use_tqdm=False)
+        return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+    first, second = ask([7, None, 8, None]), ask([7, None, 8, None])
+    assert (first[0], first[2]) == (second[0], second[2])
+    assert len({*first, *second}) == 6
+    assert len(set(sample(llm, 6, 10, temperature=1.0))) == 6, "n > 1"
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_logprobs_are_of_the_law_that_they_say(mode: str, start: Callable[..., Any], drafters: Path, model: Any) -> None:
+    from vllm import SamplingParams
+
+    llm = start(options={"drafter": str(drafters / "mtp"), "draft_length": 3, "budget": "fixed:3"}, logprobs_mode=mode)
+    params = SamplingParams(temperature=0.5, max_tokens=16, ignore_eos=True, logprobs=0, detokenize=False)
+    output = llm.generate({"prompt_token_ids": list(PROMPT)}, params, use_tqdm=False)[0].outputs[0]
+    tokens = list(output.token_ids)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
+    expected = (logits / (0.5 if mode == "processed_logprobs" else 1.0)).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    found = torch.tensor([entry[token].logprob for entry, token in zip(output.logprobs, tokens, strict=True)])
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_block_verification_accepts_no_less_than_the_chain(start: Callable[..., Any], drafters: Path) -> None:
+    """vLLM's own option of that name does nothing in this runner; ours is one scheme among others."""
+    rates = {}
+    for verifier in ("block", "rejection"):
+        llm = start(options={"drafter": str(drafters / "mtp"), "draft_length": 3, "budget": "fixed:3", "verifier": verifier})
+        sample(llm, 300, 24, temperature=1.0)
+        seen = totals_of(llm)
+        rates[verifier] = (seen["rollout/spec_accept_length"], seen["rollout_spec/num_tokens"])
+    error = 2 / min(tokens for _, tokens in rates.values()) ** 0.5  # of a mean length: its variance is below 1
+    assert rates["block"][0] > rates["rejection"][0] - 2 * error, rates
