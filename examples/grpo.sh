@@ -1,6 +1,6 @@
 # What the GRPO examples on a CPU have in common; they source it and call `grpo TRAINER_MODULE overrides...`.
 #
-# RUN=folder gets metrics.jsonl and summary.json, PYTHON=interpreter runs it (default python), SPEC=off|suffix|mtp|block names the rollouts.
+# RUN=folder gets metrics.jsonl and summary.json, PYTHON=interpreter runs it (default python), SPEC=off|suffix|mtp|block, or vllm_suffix|vllm_mtp|vllm_block, names the rollouts.
 #
 # Token-level importance weights are on for what they show: rollout_corr/rollout_is_max and _min are the largest and smallest ratio of the
 # trainer's probability of a sampled token to the one that the rollout reported, 1 up to rounding.

@@ -1,6 +1,6 @@
 """Makes what the run needs, from nothing: a random Llama of 0.1 M parameters, a byte tokenizer, and sums as prompts.
 
-python prepare.py FOLDER
+python prepare.py FOLDER [HEAD_DIM]
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def write_prompts(path: Path, pairs: list[tuple[int, int]]) -> None:
 def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    write_model(folder / "model")
+    write_model(folder / "model", *map(int, sys.argv[2:]))
     pairs = [(a, b) for a in range(10) for b in range(10)]
     write_prompts(folder / "train.parquet", pairs)
     write_prompts(folder / "validation.parquet", pairs[:4])

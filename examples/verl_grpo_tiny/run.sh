@@ -2,6 +2,7 @@
 # GRPO with verl on a CPU in about two minutes: a random tiny model, verl's own trainer, rollouts by rollout_spec.
 #
 #   examples/verl_grpo_tiny/run.sh [hydra overrides]        # e.g. trainer.total_training_steps=40
+#   SPEC=vllm_suffix examples/verl_grpo_tiny/run.sh         # rollouts by vLLM
 #   MODE=fully_async examples/verl_grpo_tiny/run.sh         # or colocate_async, separate_async; default sync
 #
 # RUN (default runs/verl_grpo_tiny), PYTHON and SPEC (default suffix) as in examples/grpo.sh. The model and prompts are made by prepare.py.
@@ -9,7 +10,14 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 : "${RUN:=runs/verl_grpo_tiny}" "${SPEC:=suffix}" "${MODE:=sync}"
 source "$here/../grpo.sh"
-[ -d "$run/data/model" ] || "$python" "$here/prepare.py" "$run/data"
+head_dim=16 vllm=()
+if [[ "$SPEC" == vllm_* ]]; then
+  head_dim=32
+  export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind
+  vllm=(actor_rollout_ref.rollout.max_model_len=128 actor_rollout_ref.rollout.max_num_seqs=16
+    actor_rollout_ref.rollout.max_num_batched_tokens=256)
+fi
+[ -d "$run/data/model" ] || "$python" "$here/prepare.py" "$run/data" "$head_dim"
 
 trainer=verl.trainer.main_ppo
 mode=("trainer.v1.trainer_mode=$MODE" data.train_batch_size=8 trainer.total_training_steps=3 algorithm.rollout_correction.rollout_is=token)
@@ -37,4 +45,4 @@ grpo "$trainer" \
   actor_rollout_ref.actor.optim.lr=1e-3 \
   actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16 \
   reward.custom_reward_function.path="$here/reward.py" \
-  "${mode[@]}" "$@"
+  ${vllm[@]+"${vllm[@]}"} "${mode[@]}" "$@"

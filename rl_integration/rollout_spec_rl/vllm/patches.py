@@ -40,7 +40,7 @@ def check_version() -> None:
 
 
 def _expand_in_place(_: Callable[..., None]) -> Callable[..., None]:
-    def expand(output: Any, input_val: Any, cu_num_tokens: Any, replace_from: float, replace_to: float, **_: Any) -> None:
+    def expand(output: Any, input_val: Any, cu_num_tokens: Any, replace_from: float, replace_to: float, *_: Any) -> None:
         import torch
 
         ends = cu_num_tokens.to(torch.int64)
@@ -134,8 +134,8 @@ IN_THE_RUNNER = (
     Patch(
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
         reason=(
-            "the V1 sampler has no block verification, tells nobody the entropy, and takes sampled drafts for certain ones as soon as "
-            "one request of a batch has no draft probabilities"
+            "the V1 sampler has no block verification, tells nobody the entropy, and forgets the draft probabilities of a whole batch, "
+            "and with them most of its acceptance, as soon as one request was drafted for in another step"
         ),
         upstream="5cb5c1da02cf",
         replace=_sample_for_us,

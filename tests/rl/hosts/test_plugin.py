@@ -33,7 +33,15 @@ with initialize_config_module("verl.trainer.config", version_base=None):
             "strategy": config.actor_rollout_ref.actor.strategy,
             "ray": OmegaConf.to_container(config.ray_kwargs.ray_init),
         }
+vllm = {}
+with initialize_config_module("verl.trainer.config", version_base=None):
+    for name in ("vllm_suffix", "vllm_mtp", "vllm_block"):
+        config = compose("ppo_trainer", overrides=["+machine=cpu", f"+rollout_spec={name}", "actor_rollout_ref.model.path=x"])
+        engine = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+        tokens = engine.speculative_config.num_speculative_tokens
+        vllm[name] = {**OmegaConf.to_container(engine.additional_config.rollout_spec), "tokens": tokens}
 print(json.dumps({
+    "vllm": vllm,
     "adapter": get_rollout_class("rollout_spec").__name__,
     "replica": RolloutReplicaRegistry.get("rollout_spec").__name__,
     "platform": get_platform().device_name,
@@ -55,6 +63,11 @@ def test_verl_knows_us(tmp_path: Path) -> None:
     assert found["platform"] == "cpu"
     drafters = {name: config["custom"]["rollout_spec"]["drafter"] for name, config in found["configs"].items()}
     assert drafters == {"off": "none", "suffix": "suffix", "mtp": "???", "block": "???"}
+    assert found["vllm"] == {
+        "vllm_suffix": {"drafter": "suffix", "draft_length": 8, "budget": "auto", "tokens": 8},
+        "vllm_mtp": {"drafter": "???", "draft_length": 3, "budget": "auto", "tokens": 3},
+        "vllm_block": {"drafter": "???", "draft_length": 4, "budget": "auto", "tokens": 4},
+    }
     for config in found["configs"].values():
         assert config["logprobs"] is True
         assert config["strategy"] == "fsdp2"

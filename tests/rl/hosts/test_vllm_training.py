@@ -1,0 +1,31 @@
+"""A real training with rollouts by vLLM: verl's own trainer and server, our proposer in its worker. Some minutes."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+from test_training import train
+
+pytestmark = [
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+
+def test_three_steps_of_grpo(repository_root: Path, tmp_path: Path) -> None:
+    """Acceptance stands in verl's log, every sync is a version, and log-probabilities are the actor's within 1e-3."""
+    steps = train(repository_root, tmp_path / "run", spec="vllm_suffix")
+    assert [step["training/global_step"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        assert step["training/rollout_probs_diff_valid"] == 1
+        assert math.exp(-1e-3) < step["rollout_corr/rollout_is_min"] <= step["rollout_corr/rollout_is_max"] < math.exp(1e-3)
+        assert step["rollout_spec/num_requests"] == 32
+        assert step["rollout_spec/num_failed_requests"] == 0
+        assert 0 < step["rollout_spec/entropy"] < 6
+        assert 1 <= step["rollout/spec_accept_length"] <= 9
+    versions = [step["rollout_spec/policy_version"] for step in steps]
+    assert versions == sorted(set(versions)), "each step's weights reached the worker"
+    assert any(step.get("rollout/spec_accept_rate", 0) > 0 for step in steps)
