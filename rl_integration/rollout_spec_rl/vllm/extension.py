@@ -6,6 +6,7 @@ llm.collective_rpc("rollout_spec_update_policy", args=("runs/policy", 1))
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +27,10 @@ class RolloutSpecExtension:
     def rollout_spec_metrics(self) -> dict[str, float]:
         """Since they were last asked for, by the names they have in verl's logger (docs/verl.md): acceptance, entropy, budget, seconds."""
         return named(proposer_of(self.model_runner).totals.take())
+
+    def rollout_spec_requests(self) -> list[dict[str, Any]]:
+        """Records (reporting.RequestRecord) of requests that finished since they were last asked for, by the user's request id."""
+        return [dataclasses.asdict(record) for record in proposer_of(self.model_runner).speculator.reporter.take_records()]
 
     def rollout_spec_totals(self) -> bytes:
         """The sums that these come from, a pickled StepTotals (vLLM's messages carry plain values only), to be merged over engines."""

@@ -6,6 +6,7 @@ Shape legend: B requests of a step, A requests that the latest decision was made
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,6 +27,10 @@ from rollout_spec_rl.vllm.requests import Tracked
 
 if TYPE_CHECKING:
     from rollout_spec_rl.vllm.speculator import Step
+
+
+_KEPT_RECORDS = 4096
+_SUFFIX = len("-00000000")  # what vLLM puts behind a request's id to make it its own
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,12 +63,32 @@ class Verified:
         return verdict_of(self.verdict, rows)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """What became of one request. vLLM's own ``spec_decode_metrics`` counts the same drafts, and knows no entropy."""
+
+    request_id: str  # as the user knows it
+    finish_reason: str
+    num_tokens: int
+    num_rounds: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    mean_entropy: float  # nats, over its tokens
+
+
 class Reporter:
-    """Holds a counter and where events go."""
+    """Holds a counter, where events go, and records of the latest requests."""
 
     def __init__(self, sink: EventSink, pilot: BudgetPilot, drafter: str) -> None:
         self._sink, self._pilot, self._drafter = sink, pilot, drafter
         self._round_index = 0
+        self._records: deque[RequestRecord] = deque(maxlen=_KEPT_RECORDS)
+
+    def take_records(self) -> list[RequestRecord]:
+        """Of requests that finished since they were last asked for; the newest few thousand."""
+        taken = list(self._records)
+        self._records.clear()
+        return taken
 
     def step(
         self,
@@ -82,6 +107,8 @@ class Reporter:
         num_rows = sum(step.num_rows)
         waited = 0.0 if decided is None or verified is None else max(verified.began - decided.ended, 0.0)
         share = sum(step.num_rows[row] for row in prompts) / num_rows
+        if verified is not None:
+            _add_entropies(entered, kept, verified.verdict)
         if prompts:
             self._prefilled(step, entered, prompts, waited * share)
         if decided is None or verified is None or not running:
@@ -170,12 +197,24 @@ class Reporter:
 
     def finished(self, request: Tracked, weights_version: int) -> None:
         assert request.finish_reason is not None
+        num_tokens = len(request.tokens) - request.num_prompt
+        self._records.append(
+            RequestRecord(
+                request_id=request.request_id[:-_SUFFIX],
+                finish_reason=request.finish_reason,
+                num_tokens=num_tokens,
+                num_rounds=request.num_rounds,
+                num_draft_tokens=request.num_draft_tokens,
+                num_accepted_tokens=request.num_accepted_tokens,
+                mean_entropy=request.entropy_sum / num_tokens if num_tokens else math.nan,
+            )
+        )
         self._sink.emit(
             RequestEvent(
                 request_id=request.request_id,
                 finish_reason=request.finish_reason,
                 num_prompt_tokens=request.num_prompt,
-                num_tokens=len(request.tokens) - request.num_prompt,
+                num_tokens=num_tokens,
                 num_rounds=request.num_rounds,
                 num_draft_tokens=request.num_draft_tokens,
                 num_accepted_tokens=request.num_accepted_tokens,
@@ -200,6 +239,12 @@ def _outcome(decided: Decided, verified: Verified, place: dict[str, int]) -> Rou
         node_depths=torch.arange(1, tree.max_nodes + 1) * (torch.arange(tree.max_nodes) < drafted[:, None]),
         entropies=torch.where(there[:, None], verdict.entropies[at], torch.nan),
     )
+
+
+def _add_entropies(entered: Sequence[Tracked], kept: Sequence[int], verdict: Verdict) -> None:
+    assert verdict.entropies is not None
+    for request, taken, entropies in zip(entered, kept, verdict.entropies.tolist(), strict=True):
+        request.entropy_sum += sum(entropies[:taken])
 
 
 def _mean_entropy(verdict: Verdict, kept: Sequence[int]) -> float:

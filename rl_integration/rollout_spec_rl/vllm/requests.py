@@ -32,6 +32,7 @@ class Tracked:
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    entropy_sum: float = 0.0  # nats, over its tokens
     first_version: int = -1  # of the weights that sampled its first token
 
     @property
@@ -81,8 +82,9 @@ class TrackedRequests:
         return [self._known[request_id] for request_id in request_ids]
 
     def take_finished(self, states: Any) -> list[Tracked]:
-        """Those that the runner no longer knows."""
-        gone = [self._known.pop(request_id) for request_id in [*self._known] if request_id not in states]
+        """Those that came to their end, and those that the runner no longer knows."""
+        over = [name for name, request in self._known.items() if request.finish_reason is not None or name not in states]
+        gone = [self._known.pop(request_id) for request_id in over]
         for request in gone:
             # A stop string is found behind the worker's back, and looks like an abort from here.
             request.finish_reason = request.finish_reason or "aborted"

@@ -71,7 +71,7 @@ class Speculator:
         self._held: dict[str, _Held] = {}
         self._decided: Decided | None = None
         self._verified: Verified | None = None
-        self._reporter = Reporter(sink, pilot, drafter.name)
+        self.reporter = Reporter(sink, pilot, drafter.name)
 
     # Sampling
 
@@ -110,11 +110,11 @@ class Speculator:
         entered = self._tracked.enter(step.request_ids, requests)
         kept = [_take(request, requests, tokens, self.weights_version) for request, tokens in zip(entered, sampled, strict=True)]
         self._ledger.add(_new_states(step, entered, sampled))
-        self._reporter.step(step, entered, kept, self._decided, self._verified, began, self.weights_version)
+        self.reporter.step(step, entered, kept, self._decided, self._verified, began, self.weights_version)
         self._tell_drafter()
         self._decided = self._verified = None
         self._forget_finished(requests)
-        asked = [request for request, tokens in zip(entered, sampled, strict=True) if tokens]
+        asked = [request for request, tokens in zip(entered, sampled, strict=True) if tokens and request.finish_reason is None]
         proposed = self._draft(asked, began) if asked else {}
         return [proposed.get(request_id, []) for request_id in step.request_ids]
 
@@ -182,7 +182,7 @@ class Speculator:
             self.pilot.finish(request.request_id)
             if request.drafter_knows:
                 self.drafter.finish(request.view)
-            self._reporter.finished(request, self.weights_version)
+            self.reporter.finished(request, self.weights_version)
 
     def target_updated(self, version: int) -> None:
         """The policy's weights changed: states of the old ones are void, and requests that run on are no longer drafted for by them."""

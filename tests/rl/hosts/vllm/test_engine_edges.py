@@ -99,6 +99,37 @@ def check_seeds(llm: Any) -> None:
     assert len(set(sample(llm, 6, 10, temperature=1.0))) == 6, "n > 1"
 
 
+def test_requests_are_told_of_as_vllm_counts_them_and_with_their_entropy(
+    start: Callable[..., Any], drafters: Path, model: Any, tmp_path: Path
+) -> None:
+    from vllm import SamplingParams
+
+    from rollout_spec.events import RequestEvent, RoundEvent
+    from rollout_spec.sinks import read_events
+
+    options = {"drafter": str(drafters / "mtp"), "draft_length": 3, "budget": "fixed:3", "events": str(tmp_path)}
+    llm = start(options=options, per_request_spec_decode_metrics="detailed")
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": list(PROMPT)}, {"prompt_token_ids": list(PROMPT[:9])}], params, use_tqdm=False)
+    records = {record["request_id"]: record for record in llm.collective_rpc("rollout_spec_requests")[0]}
+    assert len(records) == len(outputs)
+    for output in outputs:
+        own, theirs = records[output.request_id], output.outputs[0].spec_decode_metrics
+        assert own["num_draft_tokens"] == theirs.num_draft_tokens
+        # vLLM also counts what its end cut off.
+        assert 0 <= sum(theirs.per_step_accepted) - own["num_accepted_tokens"] <= 3
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        with torch.inference_mode():
+            law = model(torch.tensor([tokens])).logits[0, len(output.prompt_token_ids) - 1 : -1].log_softmax(-1)
+        assert own["mean_entropy"] == pytest.approx(float(-(law.exp() * law).sum(-1).mean()), abs=1e-3)
+    llm.collective_rpc("rollout_spec_close")
+    events = list(read_events(tmp_path / "replica-0.jsonl"))
+    assert sum(event.num_tokens for event in events if isinstance(event, RequestEvent)) == 40
+    rounds = [event for event in events if isinstance(event, RoundEvent)]
+    assert sum(event.num_emitted_tokens for event in rounds) == 38  # the prompts' steps gave the first two
+    assert sum(event.num_draft_tokens for event in rounds) == sum(record["num_draft_tokens"] for record in records.values())
+
+
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_logprobs_are_of_the_law_that_they_say(mode: str, start: Callable[..., Any], drafters: Path, model: Any) -> None:
     from vllm import SamplingParams
