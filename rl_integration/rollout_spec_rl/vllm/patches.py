@@ -93,6 +93,19 @@ def _show_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return propose
 
 
+def _leave_generators_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def bookkeeping(self: Any, *args: Any, **named: Any) -> Any:
+        batch = self.input_batch
+        held, batch.generators = batch.generators, {}
+        try:
+            return original(self, *args, **named)
+        finally:
+            batch.generators = held
+
+    return bookkeeping
+
+
 def _keep_weights(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def dispatch(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001  # upstream's signature
@@ -147,6 +160,14 @@ IN_THE_RUNNER = (
         replace=_show_the_step,
     ),
 )
+IN_THE_RUNNER_ON_CPU = (
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
+        reason="it winds a seeded request's generator back after each chunk of its prompt, which a CPU's generator cannot: the engine dies",
+        upstream="13c3e81003a7",
+        replace=_leave_generators_alone,
+    ),
+)
 # In a worker that verl loads weights into.
 UNDER_VERL_ON_CPU = (
     Patch(
@@ -156,4 +177,4 @@ UNDER_VERL_ON_CPU = (
         replace=_keep_weights,
     ),
 )
-EVERY_PATCH = (*ON_CPU, *IN_THE_RUNNER, *UNDER_VERL_ON_CPU)
+EVERY_PATCH = (*ON_CPU, *IN_THE_RUNNER, *IN_THE_RUNNER_ON_CPU, *UNDER_VERL_ON_CPU)

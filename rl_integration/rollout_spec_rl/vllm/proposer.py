@@ -40,7 +40,8 @@ class SpecProposer:
         patches.check_version()
         self.options = VllmOptions.parse((vllm_config.additional_config or {}).get(KEY))
         check_settings(self.options, vllm_config)
-        for patch in patches.IN_THE_RUNNER:
+        # check_settings lets CPUs through only.
+        for patch in (*patches.IN_THE_RUNNER, *patches.IN_THE_RUNNER_ON_CPU):
             patch.apply()
         self.totals = StepSink()
         self.borrowed: BorrowedEnds | None = None

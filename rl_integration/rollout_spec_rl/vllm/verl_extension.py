@@ -24,7 +24,7 @@ class VerlExtension(vLLMColocateWorkerExtension, RolloutSpecExtension):
         if current_platform.is_cpu():
             for patch in patches.UNDER_VERL_ON_CPU:
                 patch.apply()
-        instance = super().__new__(cls, **settings)
+        instance: Self = super().__new__(cls, **settings)
         instance.rollout_spec_version = 0
         return instance
 

@@ -88,14 +88,17 @@ def check_seeds(llm: Any) -> None:
     """A seeded request is the same beside unseeded ones, whose samples differ from each other."""
     from vllm import SamplingParams
 
+    (long,) = prompts(1, 90)  # two chunks
+
     def ask(seeds: Sequence[int | None]) -> list[tuple[int, ...]]:
         params = [SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, detokenize=False, seed=seed) for seed in seeds]
-        outputs = llm.generate([{"prompt_token_ids": list(PROMPT)}] * len(seeds), params, use_tqdm=False)
+        given = [{"prompt_token_ids": list(PROMPT)}] * (len(seeds) - 1) + [{"prompt_token_ids": long}]
+        outputs = llm.generate(given, params, use_tqdm=False)
         return [tuple(output.outputs[0].token_ids) for output in outputs]
 
-    first, second = ask([7, None, 8, None]), ask([7, None, 8, None])
-    assert (first[0], first[2]) == (second[0], second[2])
-    assert len({*first, *second}) == 6
+    first, second = ask([7, None, 8, None, 9]), ask([7, None, 8, None, 9])
+    assert (first[0], first[2], first[4]) == (second[0], second[2], second[4])
+    assert len({*first, *second}) == 7
     assert len(set(sample(llm, 6, 10, temperature=1.0))) == 6, "n > 1"
 
 

@@ -64,6 +64,19 @@ def test_nothing_to_constrain_still_fails() -> None:
     assert patches.ON_CPU[1].replace(constrain)(*given).shape == (0, 8)
 
 
+def test_generators_of_a_cpu_still_cannot_be_wound_back() -> None:
+    """Fails when either side is mended: torch's generators, or vLLM's use of them."""
+    import inspect
+
+    import torch
+
+    bookkeeping = original("vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync")
+    assert callable(bookkeeping)
+    assert "get_offset" in inspect.getsource(bookkeeping)
+    with pytest.raises(RuntimeError, match="offset"):
+        torch.Generator().get_offset()
+
+
 def test_packed_weights_are_still_dropped() -> None:
     """Fails when vLLM keeps them: then loading under verl needs no patch."""
     import inspect
