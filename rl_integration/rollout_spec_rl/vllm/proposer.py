@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from rollout_spec.composition import DrafterOptions
-from rollout_spec.drafter import Drafter
-from rollout_spec.events import EventSink
+from rollout_spec.drafter import Drafter, HasWeights
+from rollout_spec.engine.weights import checksums, combine
+from rollout_spec.events import EventSink, WeightSyncEvent
 from rollout_spec.pilot import BudgetPilot
 from rollout_spec.sinks import JsonlSink
 from rollout_spec.sinks.queued import QueuedSink
@@ -65,6 +66,10 @@ class SpecProposer:
             ledger=StateLedger(drafter.needs.hidden_layers, block_size=cache.block_size, max_tokens=max_tokens),
             sink=self._open_sink(),
         )
+        if isinstance(drafter, HasWeights):
+            sums = checksums(drafter.named_weights())
+            event = WeightSyncEvent(role="drafter", version=0, num_tensors=len(sums), checksum=combine(sums), seconds=0.0)
+            self.speculator.sink.emit(event)
 
     def _make_drafter(self, target_model: Any, ops: Any) -> Drafter:
         options = self.options

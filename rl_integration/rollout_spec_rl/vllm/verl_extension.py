@@ -14,7 +14,7 @@ from rollout_spec_rl.vllm.sync import following
 
 
 class VerlExtension(vLLMColocateWorkerExtension, RolloutSpecExtension):
-    """Versions count syncs from 1, as verl's steps do."""
+    """Versions count syncs from 0, the one before the first step, as verl's steps do."""
 
     def __new__(cls, **settings: Any) -> Self:
         from vllm.platforms import current_platform
@@ -25,7 +25,7 @@ class VerlExtension(vLLMColocateWorkerExtension, RolloutSpecExtension):
             for patch in patches.UNDER_VERL_ON_CPU:
                 patch.apply()
         instance: Self = super().__new__(cls, **settings)
-        instance.rollout_spec_version = 0
+        instance.rollout_spec_version = -1
         return instance
 
     def update_weights_from_ipc(self, *args: Any, **settings: Any) -> None:

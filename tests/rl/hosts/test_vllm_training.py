@@ -17,7 +17,8 @@ pytestmark = [
 
 def test_three_steps_of_grpo(repository_root: Path, tmp_path: Path) -> None:
     """Acceptance stands in verl's log, every sync is a version, and log-probabilities are the actor's within 1e-3."""
-    steps = train(repository_root, tmp_path / "run", spec="vllm_suffix")
+    budget = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.rollout_spec.budget=fixed:4"
+    steps = train(repository_root, tmp_path / "run", budget, spec="vllm_suffix")
     assert [step["training/global_step"] for step in steps] == [1, 2, 3]
     for step in steps:
         assert step["training/rollout_probs_diff_valid"] == 1
@@ -26,6 +27,5 @@ def test_three_steps_of_grpo(repository_root: Path, tmp_path: Path) -> None:
         assert step["rollout_spec/num_failed_requests"] == 0
         assert 0 < step["rollout_spec/entropy"] < 6
         assert 1 <= step["rollout/spec_accept_length"] <= 9
-    versions = [step["rollout_spec/policy_version"] for step in steps]
-    assert versions == sorted(set(versions)), "each step's weights reached the worker"
-    assert any(step.get("rollout/spec_accept_rate", 0) > 0 for step in steps)
+        assert step["rollout/spec_accept_rate"] > 0
+    assert [step["rollout_spec/policy_version"] for step in steps] == [1, 2, 3], "each step's weights reached the worker"
