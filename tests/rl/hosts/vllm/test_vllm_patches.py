@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from rollout_spec_rl.patching import Patch
 from rollout_spec_rl.vllm import patches
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 @pytest.mark.parametrize("patch", patches.EVERY_PATCH, ids=lambda patch: patch.target)
