@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from rollout_spec.engine.draft_head import DraftHead, HeadWeights
+from rollout_spec.engine.gated_delta import GatedDelta
 from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.stack import DecoderLayer
 from rollout_spec.tree import DraftTree
 from rollout_spec.verdict import Verdict
 from rollout_spec.verify import Scheme, TargetRows, VerifyNoise
+from rollout_spec_kernels import gated_delta
 from rollout_spec_kernels.decoder import DecoderStack
 from rollout_spec_kernels.draft import FusedDraftHead
 from rollout_spec_kernels.library import checked, is_bfloat16, unavailable_reason
@@ -43,6 +45,7 @@ class CpuOps(CpuNoise):
     """The engine's operations (rollout_spec.engine.ops.Ops) in C++. Raises BuildError when built where `unavailable_reason` is not None."""
 
     name = "cpu"
+    gated_delta: GatedDelta = gated_delta
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,10 +58,18 @@ class KVSlots:
         wanted = np.asarray(tokens)
         best: tuple[Slot | None, int] = (None, 0)
         for slot in self.slots:
-            length = common_prefix(wanted, slot.tokens)
+            length = self.usable_prefix(wanted, slot)
             if length > best[1]:
                 best = (slot, length)
         return best
+
+    def usable_prefix(self, wanted: np.ndarray, slot: Slot) -> int:
+        """How many leading tokens of wanted can be had from the slot."""
+        return common_prefix(wanted, slot.tokens)
+
+    def prefix_to_come(self, wanted: np.ndarray, tokens: Sequence[int]) -> int:
+        """How many could be had from a slot that is being filled with these tokens."""
+        return common_prefix(wanted, tokens)
 
     def copy_prefix(self, source: Slot, target: Slot, length: int) -> None:
         """Make target hold the first length tokens that source holds."""
@@ -70,6 +78,13 @@ class KVSlots:
             self.v[:, target.index, :, :length] = self.v[:, source.index, :, :length]
         target.tokens = source.tokens[:length]
         target.taps = {layer: states[:length] for layer, states in source.taps.items()}
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V [S, Hkv, C, d] of a decoder layer."""
+        return self.k[layer], self.v[layer]
+
+    def pretend(self, length: int) -> None:
+        """Let whatever lies in every slot pass for so many tokens, where only the time of a forward matters."""
 
     def forget(self) -> None:
         """Drop every slot's contents: the weights changed."""

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from rollout_spec.engine.decoder import FusedDecoder, is_fusable
+from rollout_spec.engine.hybrid import HybridRunner, is_hybrid
 from rollout_spec.engine.models import resolve_model
 from rollout_spec.engine.ops import Ops, TorchOps
 from rollout_spec.engine.plan import AttentionPlan
@@ -23,6 +24,7 @@ from rollout_spec.engine.transformers_runner import ATTENTION_NAME, Transformers
 
 # Relative distance of the probe's logits: a hundred times what another order of summation makes, a hundredth of what a wrong layer does.
 _PROBE_LENGTH = 8
+_PROBE_SPLIT = 5
 _PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -60,7 +62,7 @@ def token_texts(name: str) -> Callable[[Sequence[int]], list[str]]:
 
 
 def make_runner(module: CausalLM, *, max_context: int, ops: Ops | None = None, fused: bool | None = None) -> ModelRunner:
-    """FusedDecoder where it knows the architecture (``fused`` forces or forbids it), else TransformersRunner.
+    """FusedDecoder or HybridRunner where they know the architecture, else TransformersRunner; ``fused`` forces or forbids the first.
 
     Either way the runner's logits on a short probe must be the module's own. Raises ValueError otherwise: a model that scales or caps
     its logits, or attends in its own way, would be sampled from another law, silently.
@@ -75,6 +77,8 @@ def make_runner(module: CausalLM, *, max_context: int, ops: Ops | None = None, f
     runner: ModelRunner
     if is_fusable(module.config) if fused is None else fused:
         runner = FusedDecoder(module, chosen, max_context)
+    elif is_hybrid(module.config):
+        runner = HybridRunner(module, chosen)
     else:
         runner = TransformersRunner(module, chosen)
     _check_probe(runner, probe, wanted, type(module).__name__)
@@ -82,10 +86,14 @@ def make_runner(module: CausalLM, *, max_context: int, ops: Ops | None = None, f
 
 
 def _check_probe(runner: ModelRunner, probe: Tensor, wanted: Tensor, name: str) -> None:
-    rows = torch.tensor([0, probe.numel()])
-    plan = AttentionPlan(row_offsets=rows, slots=torch.zeros(1, dtype=torch.int64), context_lengths=torch.zeros(1, dtype=torch.int64))
-    step = StepInput(token_ids=probe, positions=torch.arange(probe.numel()), plan=plan)
-    got = runner.logits(runner.forward(step, runner.make_slots(1, probe.numel())).hidden).float()
+    """In two parts, so that what a model keeps between forwards is looked at too."""
+    kv, parts = runner.make_slots(1, probe.numel()), list[Tensor]()
+    for begin, end in ((0, _PROBE_SPLIT), (_PROBE_SPLIT, probe.numel())):
+        contexts = torch.tensor([begin])
+        plan = AttentionPlan(row_offsets=torch.tensor([0, end - begin]), slots=torch.zeros_like(contexts), context_lengths=contexts)
+        step = StepInput(token_ids=probe[begin:end], positions=torch.arange(begin, end), plan=plan, is_known=True)
+        parts.append(runner.logits(runner.forward(step, kv).hidden).float())
+    got = torch.cat(parts)
     error = float((got - wanted).norm() / wanted.norm())
     if not error <= _PROBE_TOLERANCE[runner.dtype]:
         raise ValueError(

@@ -17,6 +17,7 @@ from rollout_spec.budget import Budget
 from rollout_spec.cost import RoundShape
 from rollout_spec.drafter import DraftContext, Drafter
 from rollout_spec.engine.kv import KVSlots
+from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.rounds import (
     acceptance_counts,
     counts_by_context,
@@ -102,7 +103,7 @@ class RoundLoop:
             own = verdict if draft.requests is None else verdict_of(verdict, draft.requests)
             self._drafter.observe(draft.context, draft.own_tree, own)
         emissions = emissions_of(tree, verdict)
-        emitted = self._commit(ready, tree, verdict, emissions, out, step.plan.row_offsets, context_lengths, weights_version, detokenize)
+        emitted = self._commit(ready, tree, verdict, emissions, out, step.plan, weights_version, detokenize)
         ended = time.perf_counter()
         learn_s = self._learn(ready, draft, verdict, context_lengths, step.plan.num_rows, drafted - began, ended - drafted, weights_version)
         self._emit_event(
@@ -234,8 +235,7 @@ class RoundLoop:
         verdict: Verdict,
         emissions: Sequence[Sequence[Emission]],
         out: StepOutput,
-        row_offsets: Tensor,
-        context_lengths: Tensor,
+        plan: AttentionPlan,
         weights_version: int,
         detokenize: Detokenize | None,
     ) -> tuple[int, list[int]]:
@@ -243,13 +243,11 @@ class RoundLoop:
 
         Returns how many tokens were kept (a stop drops what comes after it), and for every request how many of its own were drafted.
         """
-        moves = kv_moves(tree, verdict)
-        if moves is not None:
-            self._runner.commit(self._kv, slot_indices(ready), context_lengths, moves)
+        self._runner.commit(self._kv, plan, verdict.path, kv_moves(tree, verdict))
         if self._states.layers:
             live = [
                 (request, path, root)
-                for request, path, root in zip(ready, verdict.path.tolist(), row_offsets.tolist()[:-1], strict=True)
+                for request, path, root in zip(ready, verdict.path.tolist(), plan.row_offsets.tolist()[:-1], strict=True)
                 if request.error is None
             ]
             rows = [[root, *(root + 1 + node for node in path if node >= 0)] for _, path, root in live]

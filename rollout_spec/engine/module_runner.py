@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rollout_spec.engine.kv import KVSlots
 from rollout_spec.engine.ops import Ops
+from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.runner import CausalLM
 
 
@@ -42,9 +43,10 @@ class ModuleRunner:
         )
 
     @torch.inference_mode()
-    def commit(self, kv: KVSlots, slots: Tensor, context_lengths: Tensor, moves: Tensor) -> None:
-        """slots and context_lengths [B], moves [B, D + 1] (rounds.kv_moves)."""
-        self.ops.commit(kv.k, kv.v, slots, context_lengths, moves)
+    def commit(self, kv: KVSlots, plan: AttentionPlan, paths: Tensor, moves: Tensor | None) -> None:  # noqa: ARG002 - K/V know no path
+        """plan of B requests, paths [B, D], moves [B, D + 1] (rounds.kv_moves)."""
+        if moves is not None:
+            self.ops.commit(kv.k, kv.v, plan.slots, plan.context_lengths, moves)
 
     def named_weights(self) -> Mapping[str, Tensor]:
         return dict(self._model.named_parameters())

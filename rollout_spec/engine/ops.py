@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollout_spec.engine import gated_delta
 from rollout_spec.engine.draft_head import DraftHead, HeadWeights
+from rollout_spec.engine.gated_delta import GatedDelta
 from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.stack import DecoderLayer, LayerOps, LayerStack, Linear, StackOutput
 from rollout_spec.noise import Stream, gumbel_noise
@@ -53,6 +55,7 @@ class LogSoftmaxStats(Protocol):
 
 class Ops(LayerOps, KeyedNoise, Protocol):
     name: str
+    gated_delta: GatedDelta  # of layers with a recurrent state
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Linear: ...
 
@@ -118,6 +121,7 @@ class TorchOps(NumpyNoise):
     """Every operation in plain torch; the reference the kernels are checked against."""
 
     name = "torch"
+    gated_delta: GatedDelta = gated_delta
 
     def __init__(self) -> None:
         self._mask_of: tuple[AttentionPlan, int, Tensor] | None = None

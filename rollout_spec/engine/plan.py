@@ -51,6 +51,17 @@ class AttentionPlan:
         within = torch.arange(self.num_rows) - self.row_offsets[requests]
         return self.context_lengths[requests] + self.num_earlier + within
 
+    def row_parents(self) -> Tensor:
+        """[R] int64: the row of its request that each row follows on, -1 for one that follows on the context. No earlier rows."""
+        assert not self.num_earlier
+        within = torch.arange(self.num_rows) - self.row_offsets[self.row_requests()]
+        if self.ancestors is None:
+            return within - 1
+        columns = torch.arange(int(self.rows_per_request.max()))
+        sees = (self.ancestors[:, columns // 64] >> (columns % 64)) & 1 == 1
+        # Ancestors come before their descendants, the nearest last.
+        return torch.where(sees & (columns < within[:, None]), columns, -1).amax(1)
+
     def visible(self, request: int) -> Tensor:
         """[rows, context + earlier + rows] bool for one request: the readable form of the mask."""
         begin, end = int(self.row_offsets[request]), int(self.row_offsets[request + 1])

@@ -25,6 +25,7 @@ class StepInput:
     positions: Tensor  # [R] int64
     plan: AttentionPlan
     tap_layers: tuple[int, ...] = ()  # decoder layers whose output is wanted too; -1 = the final norm's output
+    is_known: bool = False  # the rows are known tokens, no drafts: whatever state there is may move past them at once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,8 +51,11 @@ class ModelRunner(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, V] of states [R, H]; the dtype is the model's."""
 
-    def commit(self, kv: KVSlots, slots: Tensor, context_lengths: Tensor, moves: Tensor) -> None:
-        """Move the K/V of rows moves[b, i] (-1 = none) of each request to row i, in every layer (rounds.kv_moves)."""
+    def commit(self, kv: KVSlots, plan: AttentionPlan, paths: Tensor, moves: Tensor | None) -> None:
+        """Keep what the last forward, of this plan, computed for the roots and the accepted nodes paths [B, D] (-1 = none); drop the rest.
+
+        K/V of rows moves[b, i] (-1 = none) go to row i in every layer (rounds.kv_moves); None: all lie where they belong.
+        """
 
     def named_weights(self) -> Mapping[str, Tensor]:
         """Every weight by its checkpoint name, tied ones once."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollout_spec.engine.kv import KVSlots, common_prefix
+from rollout_spec.engine.kv import KVSlots
 from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.runner import StepInput
 from rollout_spec.engine.running import RunningRequest
@@ -41,6 +41,7 @@ class PrefillChunk:
                 context_lengths=torch.tensor(self.starts),
             ),
             tap_layers=tap_layers,
+            is_known=True,
         )
 
 
@@ -83,7 +84,7 @@ class Scheduler:
         for other in self.running:
             if other is request or other.is_ready or other.request_id in self._leaders:
                 continue
-            shared = common_prefix(array, other.tokens[:-1])
+            shared = self._kv.prefix_to_come(array, other.tokens[:-1])
             if shared >= best:
                 best = shared + 1
                 self._leaders[request.request_id] = other

@@ -1,7 +1,7 @@
 """TransformersRunner: any decoder-only model whose attention goes through transformers' attention interface.
 
 The model runs unchanged on all rows as one sequence [1, R]; our attention function, registered under ATTENTION_NAME, stores K/V in
-the slots and attends by the plan. Models that keep other state between tokens (recurrent layers) are refused.
+the slots and attends by the plan. Models that keep other state between tokens (recurrent layers) are HybridRunner's, or refused.
 
 Shape legend: R rows, H query heads, Hkv key/value heads, d head size, V vocabulary.
 """
@@ -40,13 +40,13 @@ def _attention(
     unsupported = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if unsupported:
         raise ValueError(f"attention argument {unsupported[0]} of {type(module).__name__} is not supported by the embedded engine")
-    layer: int = module.layer_idx
+    k_cache, v_cache = kv.of_layer(module.layer_idx)
     slots, indices = plan.row_slots(), plan.row_indices()
-    kv.k[layer][slots, :, indices] = key[0].transpose(0, 1)
-    kv.v[layer][slots, :, indices] = value[0].transpose(0, 1)
+    k_cache[slots, :, indices] = key[0].transpose(0, 1)
+    v_cache[slots, :, indices] = value[0].transpose(0, 1)
     q = query[0].transpose(0, 1).contiguous()
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    out = ops.attention(q, kv.k[layer], kv.v[layer], plan, scale, kwargs.get("sliding_window") or 0)
+    out = ops.attention(q, k_cache, v_cache, plan, scale, kwargs.get("sliding_window") or 0)
     return out.view(1, q.shape[0], q.shape[1], q.shape[2]), None
 
 

@@ -117,7 +117,8 @@ def test_commit_moves_the_accepted_path_in_every_layer() -> None:
     kv.k.copy_(torch.randn_like(kv.k))
     kv.v.copy_(torch.randn_like(kv.v))
     before = kv.k.clone(), kv.v.clone()
-    runner.commit(kv, torch.tensor([1, 0]), torch.tensor([5, 3]), torch.tensor([[-1, 2, 5], [-1, -1, 4]]))
+    plan = AttentionPlan(row_offsets=torch.tensor([0, 6, 12]), slots=torch.tensor([1, 0]), context_lengths=torch.tensor([5, 3]))
+    runner.commit(kv, plan, torch.tensor([[1, 4], [0, 3]]), torch.tensor([[-1, 2, 5], [-1, -1, 4]]))
     for cache, old in zip((kv.k, kv.v), before, strict=True):
         wanted = old.clone()
         wanted[:, 1, :, 6] = old[:, 1, :, 7]

@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 
 from rollout_spec.budget import Budget
 from rollout_spec.drafter import DraftContext, DrafterNeeds, RequestView
@@ -28,12 +37,36 @@ SIZES = {
     "pad_token_id": 0,
     "initializer_range": 0.4,  # peaked distributions: a wrong state shows in the tokens
 }
+# Layers: three with a recurrent state, then one that attends, then one with a state again.
+HYBRID = {
+    "num_hidden_layers": 5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    "initializer_range": 0.2,  # recurrent layers amplify rounding: at .4 transformers differs from itself by .01 between chunks
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+
+
+def _qwen3_next(**sizes: object) -> PreTrainedConfig:
+    return Qwen3NextConfig(**{**sizes, **HYBRID, **EXPERTS})
+
+
+def _qwen3_5(**sizes: object) -> PreTrainedConfig:
+    return Qwen3_5TextConfig(**{**sizes, **HYBRID})
+
+
 CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "mistral": MistralConfig,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5": _qwen3_5,
 }
+HYBRID_KINDS = ("qwen3_next", "qwen3_5")
 
 
 def tiny_model(kind: str = "llama", *, tied: bool = False, **changes: object) -> nn.Module:

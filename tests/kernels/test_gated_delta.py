@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout_spec_kernels import gated_delta
+from rollout_spec.engine import gated_delta
+from rollout_spec_kernels import gated_delta as chooser
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TREES = {"chain": (-1, 0, 1, 2, 3), "tree": (-1, 0, 0, 1, 1, 2, 3, 6, 5), "root alone": (-1,)}
@@ -99,6 +100,27 @@ def test_convolution_runs_along_ancestors(form: ModuleType, parents: tuple[int, 
         line = torch.cat([history, x[:, _path(parents, row)].transpose(1, 2)], dim=2).double()
         wanted = (line[:, :, -window:] * weight.double()).sum(-1)
         torch.testing.assert_close(got[:, row].double(), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("parents", TREES.values(), ids=TREES.keys())
+@pytest.mark.parametrize("window", [2, 4])
+def test_the_history_after_a_row_is_the_end_of_its_path(parents: tuple[int, ...], window: int) -> None:
+    generator = torch.Generator().manual_seed(window)
+    x = torch.randn(2, len(parents), 3, generator=generator)
+    history = torch.randn(2, 3, window - 1, generator=generator)
+    for row in range(len(parents)):
+        got = gated_delta.commit_history(x, history, torch.tensor(parents).expand(2, -1), torch.tensor([row, row]))
+        line = torch.cat([history, x[:, _path(parents, row)].transpose(1, 2)], dim=2)
+        assert torch.equal(got, line[:, :, line.shape[2] - (window - 1) :])
+
+
+def test_the_kernels_choose_torch_for_tensors_on_the_cpu() -> None:
+    given = _inputs(TREES["tree"], 8, 5, torch.float64)
+    chosen, readable = chooser.tree_delta(**given), gated_delta.tree_delta(**given)
+    assert torch.equal(chosen.out, readable.out)
+    leaves = torch.tensor([3, 8], device=DEVICE)
+    states = (form.commit_state(given["k"], readable, given["parents"], leaves, given["state"]) for form in (chooser, gated_delta))
+    assert torch.equal(*states)
 
 
 def test_shapes_that_do_not_fit_are_refused(form: ModuleType) -> None:

@@ -1,6 +1,6 @@
 """Gated Delta Net layers over a draft tree, without rollback, in Triton: outputs of all nodes, and the accepted leaf's state.
 
-rollout_spec_kernels.gated_delta has the formulas and their readable form, in the same signatures.
+rollout_spec.engine.gated_delta has the formulas and their readable form, in the same signatures.
 
 Shape legend: B requests, N rows (root and nodes, parents before children), H heads, dk key size, dv value size, C channels, w window.
 """
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_spec_kernels.gated_delta import TreeStates, ancestor_taps, check_tree
+from rollout_spec.engine.gated_delta import TreeStates, ancestor_taps, check_tree
 
 _BLOCK_VALUES = 64
 
