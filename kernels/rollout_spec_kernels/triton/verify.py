@@ -1,8 +1,8 @@
 """Verification from the model's logits in Triton: temperature, softmax, acceptance and the last token without a row of probabilities.
 
 One kernel takes each row's normaliser and entropy; then chains (rejection, block) have a program a row for what target and draft
-share and one a request for the decision, and exact match and its Gumbel-coupled form, on chains and trees, one a request. The tree
-schemes that divide by q, and rows with filters or penalties, are csrc/verify.cu's, which takes log-probabilities.
+share and one a request for the decision; on trees (exact match, its Gumbel-coupled form, rejection walk, traversal) there is one a
+request. Rows with filters or penalties are csrc/verify.cu's, which takes log-probabilities.
 
 Shape legend: B requests, N nodes, R rows, V target vocabulary, Vd draft vocabulary.
 """
@@ -19,11 +19,12 @@ from torch import Tensor
 
 from rollout_spec.tree import DraftTree
 from rollout_spec.verdict import Verdict
-from rollout_spec.verify import Scheme, check_pairing
+from rollout_spec.verify import RATIO_SCHEMES, Scheme, check_pairing
 from rollout_spec.verify.ratio import SUM_TOLERANCE
+from rollout_spec_kernels.triton import trees
+from rollout_spec_kernels.triton.law import draft_prob, draw, left, prob
 from rollout_spec_kernels.triton.noise import ACCEPT, RECOVER, TARGET, gumbel, philox, uniform
 
-SCHEMES = (Scheme.REJECTION, Scheme.BLOCK, Scheme.EXACT_MATCH, Scheme.GUMBEL)
 _CHUNK = 1024  # vocabulary entries in flight
 
 
@@ -56,14 +57,10 @@ def verify_logits(
 ) -> Verdict:
     """The scheme's verdict on softmax(logits / temperature), with the noise of rollout_spec.verify.CounterNoise(seeds, positions).
 
-    rollout_spec.verify.verify has the laws and their proofs. Raises ValueError for a scheme that is not in SCHEMES or not exact on the
-    tree, for sizes that do not fit, for draft_probs that do not sum to 1, and for rows that define no distribution.
+    rollout_spec.verify.verify has the laws and their proofs. Raises ValueError for a scheme that is not exact on the tree, for sizes
+    that do not fit, for draft_probs that do not sum to 1, and for rows that define no distribution.
     """
     batch, vocab_size = tree.batch_size, logits.shape[1]
-    if scheme not in SCHEMES:
-        raise ValueError(
-            f"'{scheme.value}' is not verified from logits: take rollout_spec_kernels.cuda.verify or rollout_spec.verify.verify"
-        )
     if not len(temperatures) == len(seeds) == len(positions) == roots.numel() == batch:
         raise ValueError(f"{batch} trees need as many roots, temperatures, seeds and positions")
     if min(temperatures, default=1.0) <= 0:
@@ -87,10 +84,9 @@ def verify_logits(
         is_bonus=torch.empty(batch, dtype=torch.int8, device=device),
         accept_probs=torch.full((batch, num_nodes), torch.nan, dtype=torch.float64, device=device),
     )
-    divides = scheme in (Scheme.REJECTION, Scheme.BLOCK) and num_nodes > 0
     if batch:
-        if divides:
-            _decide_chains(work, tree, logits, roots, inverse, stats, keys, scheme)
+        if scheme in RATIO_SCHEMES and num_nodes > 0:
+            _decide_by_ratio(work, tree, logits, roots, inverse, stats, keys, scheme)
         else:
             _follow[(batch,)](
                 tree.token_ids, tree.parents, tree.num_nodes, logits, roots, inverse, stats.log_normalisers, *keys,
@@ -143,39 +139,58 @@ class _Work:
         )
 
 
-def _decide_chains(
+def _decide_by_ratio(
     work: _Work, tree: DraftTree, logits: Tensor, roots: Tensor, inverse: Tensor, stats: RowStats, keys: Sequence[Tensor], scheme: Scheme
 ) -> None:
-    """Rejection and block verification: every row's sums side by side, then the decisions."""
+    """The schemes that divide by q: chains with every row's sums side by side and then the decisions, trees step by step."""
     assert tree.draft_probs is not None
-    batch, num_nodes, vocab_size = tree.batch_size, tree.max_nodes, logits.shape[1]
+    batch, num_nodes, vocab_size, device = tree.batch_size, tree.max_nodes, logits.shape[1], logits.device
     draft_probs, names = tree.draft_probs.float().contiguous(), tree.draft_token_ids
-    column_of = torch.full((1 if names is None else vocab_size,), -1, dtype=torch.int32, device=logits.device)
+    column_of = torch.full((1 if names is None else vocab_size,), -1, dtype=torch.int32, device=device)
     if names is not None:
-        column_of[names] = torch.arange(names.numel(), dtype=torch.int32, device=logits.device)
+        column_of[names] = torch.arange(names.numel(), dtype=torch.int32, device=device)
     elif draft_probs.shape[2] != vocab_size:
         raise ValueError(f"draft_probs have {draft_probs.shape[2]} columns, the vocabulary {vocab_size}: name them in draft_token_ids")
-    sums = torch.zeros(4, batch, num_nodes, dtype=torch.float64, device=logits.device)  # shared, left, draft, w
-    common = (tree.token_ids, tree.num_nodes, draft_probs, column_of, logits, roots, inverse, stats.log_normalisers)
+    _check_tokens(tree, draft_probs, None if names is None else column_of)
+    rows = (logits, roots, inverse, stats.log_normalisers)
+    stages = torch.empty(batch, num_nodes + 1, 3, dtype=torch.float32, device=device)
+    stage_tokens = torch.empty(batch, num_nodes + 1, dtype=torch.int64, device=device)
+    draft_sums = torch.ones(batch, num_nodes, dtype=torch.float64, device=device)  # of the rows that are looked at
+    written = (work.path, work.num_accepted, work.next_token_ids, work.is_bonus, work.accept_probs)
+    sizes, options = (num_nodes, vocab_size, draft_probs.shape[2]), {"has_names": names is not None, "chunk": _CHUNK}
+    if scheme in (Scheme.REJECTION_WALK, Scheme.TRAVERSAL):
+        kernel = trees.walk if scheme is Scheme.REJECTION_WALK else trees.traverse
+        kernel[(batch,)](
+            tree.token_ids, tree.parents, tree.num_nodes, draft_probs, column_of, *rows, *keys, stages, stage_tokens, draft_sums, *written,
+            *sizes, block_nodes=triton.next_power_of_2(num_nodes), **options,
+        )  # fmt: skip
+        _check_sums(tree, draft_sums)
+        return
+    common = (tree.token_ids, tree.num_nodes, draft_probs, column_of, *rows)
+    shared, rest, weights = torch.zeros(3, batch, num_nodes, dtype=torch.float64, device=device)
     is_block = scheme is Scheme.BLOCK
-    options = {"has_names": names is not None, "is_block": is_block, "chunk": _CHUNK}
-    _chain_rows[(batch, num_nodes)](*common, *sums, num_nodes, vocab_size, draft_probs.shape[2], **options)
-    drafted = tree.valid()
-    off = drafted & ~((sums[2] - 1).abs() <= SUM_TOLERANCE)
+    _chain_rows[(batch, num_nodes)](*common, shared, rest, draft_sums, weights, *sizes, is_block=is_block, **options)
+    _check_sums(tree, draft_sums)
+    _finish_chain[(batch,)](*common, shared, rest, weights, *keys, stages, stage_tokens, *written, *sizes, is_block=is_block, **options)
+
+
+def _check_tokens(tree: DraftTree, draft_probs: Tensor, column_of: Tensor | None) -> None:
+    columns = tree.token_ids if column_of is None else column_of[tree.token_ids.clamp(0, column_of.numel() - 1)].long()
+    held = draft_probs.gather(2, columns.clamp_min(0)[:, :, None])[:, :, 0]
+    bad = tree.valid() & ~((columns >= 0) & (held > 0))
+    if bool(bad.any()):
+        request, node = bad.nonzero()[0].tolist()
+        raise ValueError(f"draft tree: request {request}, node {node} holds a token that its own draft_probs give no probability")
+
+
+def _check_sums(tree: DraftTree, draft_sums: Tensor) -> None:
+    off = tree.valid() & ~((draft_sums - 1).abs() <= SUM_TOLERANCE)
     if bool(off.any()):
         request, node = off.nonzero()[0].tolist()
         raise ValueError(
-            f"draft tree: request {request}, node {node} has draft_probs that sum to {float(sums[2, request, node])}: "
+            f"draft tree: request {request}, node {node} has draft_probs that sum to {float(draft_sums[request, node])}: "
             f"normalise them in float32 and sample from those very numbers"
         )
-    if bool((drafted & ~(sums[3] >= 0)).any()):
-        request, node = (drafted & ~(sums[3] >= 0)).nonzero()[0].tolist()
-        raise ValueError(f"draft tree: request {request}, node {node} holds a token that its own draft_probs give no probability")
-    _finish_chain[(batch,)](
-        *common, sums[0], sums[1], sums[3], *keys,
-        work.path, work.num_accepted, work.next_token_ids, work.is_bonus, work.accept_probs,
-        num_nodes, vocab_size, draft_probs.shape[2], **options,
-    )  # fmt: skip
 
 
 def _signed(value: int) -> int:
@@ -210,67 +225,6 @@ def _row_stats(logits, inv_temperatures, log_normalisers, raw_log_normalisers, e
     tl.store(log_normalisers + row + one, most * inverse + log_total)
     tl.store(raw_log_normalisers + row + one, most + tl.log(tl.sum(raw_weight, axis=0)).to(tl.float32))
     tl.store(entropies + row + one, (tl.log(total) - tl.sum(moment, axis=0) / total).to(tl.float32) + one)
-
-
-@triton.jit
-def _prob(logits, row, token, vocab_size, inverse, log_normalisers):
-    """p of tokens after a row."""
-    return tl.exp(tl.load(logits + row * vocab_size + token).to(tl.float32) * inverse - tl.load(log_normalisers + row))
-
-
-@triton.jit
-def _draft_prob(draft_row, column_of, token, has_names: tl.constexpr):
-    """q(x) of a drafted token, 0 if it has no column."""
-    column = token
-    if has_names:
-        column = tl.load(column_of + token).to(tl.int64)
-    return tl.load(draft_row + column, mask=column >= 0, other=0.0)
-
-
-@triton.jit
-def _left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, w, divides, has_names: tl.constexpr):
-    """(w p - q)+ of tokens v, or p if not divides; without a draft_row p."""
-    inside = v < vocab_size
-    p = tl.exp(tl.load(logits + row * vocab_size + v, mask=inside, other=float("-inf")).to(tl.float32) * inverse - log_normaliser)
-    p = tl.where(inside, p, 0.0)
-    if draft_row is None:
-        return p
-    column = v.to(tl.int64)
-    if has_names:
-        column = tl.load(column_of + v, mask=inside, other=-1).to(tl.int64)
-    q = tl.load(draft_row + column, mask=inside & (column >= 0), other=0.0)
-    scaled = p * w
-    return tl.where(divides, scaled - tl.minimum(scaled, q), p)
-
-
-@triton.jit
-def _draw(
-    logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, w, divides, u, has_names: tl.constexpr, chunk: tl.constexpr
-):
-    """The first token whose cumulative weight exceeds u times the total, in token order; -1 without mass. Weights as in _left."""
-    sums = tl.zeros((1,), tl.float64)
-    for begin in range(0, vocab_size, chunk):
-        v = begin + tl.arange(0, chunk)
-        left = _left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, w, divides, has_names)
-        sums += tl.sum(left.to(tl.float64), axis=0)
-    total = tl.sum(sums, axis=0)
-    # Below the total, so that a uniform just below 1 cannot run off the end.
-    level = tl.minimum(u * total, total * 0.9999999999999998)
-    before = tl.sum(tl.zeros((1,), tl.float64), axis=0)
-    token = tl.sum(tl.zeros((1,), tl.int64) - 1, axis=0)
-    last = token
-    for begin in range(0, vocab_size, chunk):
-        v = begin + tl.arange(0, chunk)
-        left = _left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, w, divides, has_names).to(tl.float64)
-        own = tl.sum(left, axis=0)
-        last = tl.maximum(last, tl.max(tl.where(left > 0, v, -1), axis=0).to(tl.int64))
-        if (token < 0) & (before + own > level):
-            over = (before + tl.cumsum(left, axis=0) > level) & (left > 0)
-            found = tl.min(tl.where(over, v, vocab_size), axis=0)
-            token = tl.where(found < vocab_size, found.to(tl.int64), last)
-        before += own
-    valid = (total > 0) & (total < float("inf"))
-    return tl.where(valid, tl.where(token < 0, last, token), -1), total
 
 
 @triton.jit
@@ -319,16 +273,16 @@ def _follow(
         else:
             log_normaliser = tl.load(log_normalisers + row)
             u = uniform(seed, RECOVER, position + depth, 0)
-            drawn, _ = _draw(logits, row, vocab_size, inverse, log_normaliser, None, None, 1.0, False, u, False, chunk)
+            drawn = draw(logits, row, vocab_size, inverse, log_normaliser, None, None, None, None, 0, u, False, chunk)
         is_child = parent == at
         num_children = tl.sum(is_child.to(tl.int32), axis=0)
         hit = tl.max(tl.where(is_child & (token == drawn), node, -1), axis=0).to(tl.int64)
-        prob = (hit >= 0).to(tl.float64)
+        share = (hit >= 0).to(tl.float64)
         if not races:
             x = tl.load(logits + row * vocab_size + token, mask=is_child, other=float("-inf")).to(tl.float32)
             children = tl.where(is_child, tl.exp(x * inverse - tl.load(log_normalisers + row)), 0.0)
-            prob = tl.minimum(tl.sum(children.to(tl.float64), axis=0), 1.0)
-        tl.store(accept_probs + b * num_nodes + depth, prob, mask=num_children > 0)
+            share = tl.minimum(tl.sum(children.to(tl.float64), axis=0), 1.0)
+        tl.store(accept_probs + b * num_nodes + depth, share, mask=num_children > 0)
         tl.store(path + b * num_nodes + depth, hit, mask=hit >= 0)
         going = (hit >= 0) & (drawn >= 0)
         if going:
@@ -343,45 +297,42 @@ def _follow(
 @triton.jit
 def _chain_rows(
     tokens, lengths, draft_probs, column_of, logits, roots, inv_temperatures, log_normalisers,
-    shared, left, draft, weights, num_nodes, vocab_size, draft_vocab,
+    shared, left_over, draft, weights, num_nodes, vocab_size, draft_vocab,
     has_names: tl.constexpr, is_block: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     b, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if i < tl.load(lengths + b):
         inverse, root = tl.load(inv_temperatures + b), tl.load(roots + b)
-        # w of the prefix (block), and -1 where its own token could not have been drawn.
+        # w of the prefix (block).
         w = tl.sum(tl.full((1,), 1.0, tl.float64), axis=0)
         for j in range(i):
             token = tl.load(tokens + b * num_nodes + j)
-            q = _draft_prob(draft_probs + (b * num_nodes + j) * draft_vocab, column_of, token, has_names).to(tl.float64)
-            p = _prob(logits, root + j, token, vocab_size, inverse, log_normalisers).to(tl.float64)
+            q = draft_prob(draft_probs + (b * num_nodes + j) * draft_vocab, column_of, token, has_names).to(tl.float64)
+            p = prob(logits, root + j, token, vocab_size, inverse, log_normalisers).to(tl.float64)
             if is_block:
                 w = tl.minimum(1.0, w * p / q)
         row, draft_row = root + i, draft_probs + (b * num_nodes + i) * draft_vocab
-        own = _draft_prob(draft_row, column_of, tl.load(tokens + b * num_nodes + i), has_names)
-        log_normaliser = tl.load(log_normalisers + row)
+        log_normaliser, scale = tl.load(log_normalisers + row), w.to(tl.float32)
         sums = tl.zeros((chunk,), tl.float64)
         rest = tl.zeros((chunk,), tl.float64)
+        mass = tl.zeros((chunk,), tl.float64)
         for begin in range(0, vocab_size, chunk):
             v = begin + tl.arange(0, chunk)
-            p = _left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, 1.0, False, has_names)
-            sums += p - _left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, 1.0, True, has_names)
-            rest += _left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, w.to(tl.float32), True, has_names)
-        mass = tl.zeros((chunk,), tl.float64)
-        for begin in range(0, draft_vocab, chunk):
-            c = begin + tl.arange(0, chunk)
-            mass += tl.load(draft_row + c, mask=c < draft_vocab, other=0.0)
+            p, q = left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, None, None, 0, has_names)
+            sums += tl.minimum(p, q)
+            rest += p * scale - tl.minimum(p * scale, q)
+            mass += q
         to = b * num_nodes + i
         tl.store(shared + to, tl.sum(sums, axis=0))
-        tl.store(left + to, tl.sum(rest, axis=0))
+        tl.store(left_over + to, tl.sum(rest, axis=0))
         tl.store(draft + to, tl.sum(mass, axis=0))
-        tl.store(weights + to, tl.where(own > 0, w, -1.0))
+        tl.store(weights + to, w)
 
 
 @triton.jit
 def _finish_chain(
-    tokens, lengths, draft_probs, column_of, logits, roots, inv_temperatures, log_normalisers, shared, left, weights, seeds, positions,
-    path, num_accepted, next_tokens, is_bonus, accept_probs, num_nodes, vocab_size, draft_vocab,
+    tokens, lengths, draft_probs, column_of, logits, roots, inv_temperatures, log_normalisers, shared, left_over, weights, seeds, positions,
+    stages, stage_tokens, path, num_accepted, next_tokens, is_bonus, accept_probs, num_nodes, vocab_size, draft_vocab,
     has_names: tl.constexpr, is_block: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
@@ -393,12 +344,12 @@ def _finish_chain(
         # Test i takes word i (i + 1) / 2 of the round's stream (CounterNoise).
         u = uniform(seed, ACCEPT, position, i * (i + 1) // 2)
         token = tl.load(tokens + b * num_nodes + i)
-        p = _prob(logits, root + i, token, vocab_size, inverse, log_normalisers).to(tl.float64)
-        q = _draft_prob(draft_probs + (b * num_nodes + i) * draft_vocab, column_of, token, has_names).to(tl.float64)
+        p = prob(logits, root + i, token, vocab_size, inverse, log_normalisers).to(tl.float64)
+        q = draft_prob(draft_probs + (b * num_nodes + i) * draft_vocab, column_of, token, has_names).to(tl.float64)
         if is_block:
             stop = tl.minimum(1.0, tl.load(weights + b * num_nodes + i) * p / q)  # w of the whole chain
             if i + 1 < length:
-                w, mass = stop, tl.load(left + b * num_nodes + i + 1)
+                w, mass = stop, tl.load(left_over + b * num_nodes + i + 1)
                 total = mass + (1.0 - w)
                 stop = tl.where(w > 0, tl.where(total > 0, mass / total, 1.0), 0.0)
             accepted = tl.where(u < stop, accepted * 0 + i + 1, accepted)
@@ -414,10 +365,18 @@ def _finish_chain(
     w = tl.load(weights + b * num_nodes + at).to(tl.float32)
     row, log_normaliser = root + accepted, tl.load(log_normalisers + root + accepted)
     draft_row = draft_probs + (b * num_nodes + at) * draft_vocab
+    stages += b * 3 * (num_nodes + 1)
+    stage_tokens += b * (num_nodes + 1)
+    tl.store(stages, w)
+    tl.store(stages + 1, 1.0)
+    tl.store(stages + 2, (tl.load(left_over + b * num_nodes + at) > 0).to(tl.float32))  # else p = q but for rounding: p itself is left
+    tl.store(stage_tokens, -1)
+    tl.debug_barrier()  # the program's other threads read the stage
+    num_stages = (ends == 0).to(tl.int32)
     u = uniform(seed, RECOVER, position + accepted, 0)
-    drawn, total = _draw(logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, w, ends == 0, u, has_names, chunk)
-    if total == 0:  # p = q but for rounding: p itself is what is left
-        drawn, total = _draw(logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, w, False, u, has_names, chunk)
+    drawn = draw(
+        logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, u, has_names, chunk
+    )
     tl.store(next_tokens + b, drawn)
     tl.store(num_accepted + b, accepted)
     tl.store(is_bonus + b, ends.to(tl.int8))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+import torch
 
 from rollout_spec.tree import DraftTree
 from rollout_spec.verdict import Verdict
@@ -36,7 +39,26 @@ def _fused(tree: DraftTree, target: TargetRows, noise: VerifyNoise, scheme: Sche
     return verdict
 
 
+def _triton_unavailable() -> str | None:
+    return None if importlib.util.find_spec("triton") is not None else "Triton is not installed: pip install 'rollout-spec[triton]'"
+
+
+def _triton(tree: DraftTree, target: TargetRows, noise: VerifyNoise, scheme: Scheme) -> Verdict:
+    """Triton's verifier from logits, which draws its noise from the keys."""
+    from rollout_spec_kernels.triton.verify import verify_logits
+
+    assert isinstance(target, DenseTarget)
+    assert isinstance(noise, CounterNoise)
+    batch, num_rows, _ = target.target_probs.shape
+    if tree.draft_probs is not None:
+        tree = replace(tree, draft_probs=tree.draft_probs.float())
+    logits = target.target_probs.float().log().flatten(0, 1)
+    return verify_logits(tree, logits, torch.arange(batch) * num_rows, [1.0] * batch, noise.seeds, noise.positions, scheme)
+
+
 # Bisection to 2**-48 leaves 4e-15 a step, and no case has more than a hundred steps.
 READABLE = Backend("readable", verify, 1e-12)
 # A float32 probability is rounded by 6e-8 of itself, its logarithm and exponential by as much; a planted bug shifts a law by 1e-4.
 FUSED = Backend("fused", _fused, 1e-6, unavailable_reason)
+# In Triton's interpreter, where there is no GPU: too slow for laws, so it proves token by token only.
+TRITON = Backend("triton", _triton, 1e-6, _triton_unavailable)

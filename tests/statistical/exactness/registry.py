@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from exactness.backends import FUSED, READABLE, Backend
+from exactness.backends import FUSED, READABLE, TRITON, Backend
 from exactness.cases import CASES, NARROW, ROUNDS, Case
 from rollout_spec.tree import Draw
 from rollout_spec.verify import EXACT_ON, RATIO_SCHEMES, Scheme
@@ -20,15 +20,16 @@ class Proof:
     title: str
     cases: tuple[tuple[Scheme, object], ...]
     fused_cases: tuple[tuple[Scheme, object], ...] = ()
+    triton_cases: tuple[tuple[Scheme, object], ...] = ()
 
     def cases_of(self, backend: Backend) -> tuple[tuple[Scheme, object], ...]:
-        return self.cases if backend is READABLE else self.fused_cases
+        return {READABLE: self.cases, FUSED: self.fused_cases, TRITON: self.triton_cases}[backend]
 
     def parameters(self) -> Sequence[object]:
         """For pytest.mark.parametrize(("backend", "scheme", "case"), ...)."""
         return [
             pytest.param(backend, scheme, case, id=f"{backend}-{scheme.value}-{case}", marks=pytest.mark.proof(self.title))
-            for backend in (READABLE, FUSED)
+            for backend in (READABLE, FUSED, TRITON)
             for scheme, case in self.cases_of(backend)
         ]
 
@@ -36,9 +37,15 @@ class Proof:
         return sum(one is scheme for one, _ in self.cases_of(backend))
 
 
-def _proof(title: str, cases: Mapping[Scheme, Iterable[object]], fused: Mapping[Scheme, Iterable[object]] | None = None) -> Proof:
-    flat, flat_fused = (tuple((scheme, case) for scheme in Scheme for case in of.get(scheme, [])) for of in (cases, fused or {}))
-    return Proof(title, flat, flat_fused)
+def _proof(
+    title: str,
+    cases: Mapping[Scheme, Iterable[object]],
+    fused: Mapping[Scheme, Iterable[object]] | None = None,
+    triton: Mapping[Scheme, Iterable[object]] | None = None,
+) -> Proof:
+    return Proof(
+        title, *(tuple((scheme, case) for scheme in Scheme for case in of.get(scheme, [])) for of in (cases, fused or {}, triton or {}))
+    )
 
 
 def _handed(cases: Mapping[Scheme, Iterable[object]]) -> dict[Scheme, Iterable[object]]:
@@ -86,8 +93,14 @@ _ROUNDS = {scheme: [case] for scheme, case in ROUNDS.items()}
 SEVERAL_ROUNDS = _proof("enumeration, several rounds", _ROUNDS, _handed(_ROUNDS))
 CHI_SQUARE = _proof("chi-square, several rounds", _made_for((1, 1), (2, 1), 3), _made_for((1, 1), (2, 1), 3))
 _DRAWN_BY_TARGET = (Scheme.EXACT_MATCH, Scheme.GUMBEL)
-SEEDED = _proof("seeded decoding, token by token", _every_draw(_DRAWN_BY_TARGET), _every_draw(_DRAWN_BY_TARGET))
-GREEDY = _proof("greedy decoding, token by token", _every_draw(Scheme), _every_draw(Scheme))
+_ONE_EACH = _made_for((1, 1, 1), (2, 2), 48)
+SEEDED = _proof(
+    "seeded decoding, token by token",
+    _every_draw(_DRAWN_BY_TARGET),
+    _every_draw(_DRAWN_BY_TARGET),
+    {scheme: _ONE_EACH[scheme] for scheme in _DRAWN_BY_TARGET},
+)
+GREEDY = _proof("greedy decoding, token by token", _every_draw(Scheme), _every_draw(Scheme), _ONE_EACH)
 PROOFS = (ALGEBRA, BRANCHES, REDUCED, SEVERAL_ROUNDS, CHI_SQUARE, SEEDED, GREEDY)
 
 

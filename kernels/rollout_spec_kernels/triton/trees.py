@@ -1,0 +1,212 @@
+"""Rejection walk and traversal verification from logits in Triton: a program a request, which reads a row once for each decision.
+
+rollout_spec/verify/walk.py and traversal.py define the schemes and say why they are exact; csrc/verification.h is the same text in C++.
+
+Shape legend: B requests, N nodes, V target vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rollout_spec_kernels.triton.law import draft_prob, draw, left
+from rollout_spec_kernels.triton.noise import ACCEPT, RECOVER, uniform
+
+_TINY = tl.constexpr(1.17549435e-38)  # 1 / Z must not overflow
+
+
+@triton.jit
+def _at(values, place, index):
+    """values[index] of values that a program holds."""
+    return tl.sum(tl.where(place == index, values, values * 0), axis=0)
+
+
+@triton.jit
+def _next_child(parent, node, of, begin):
+    """The first child of node ``of`` among the nodes from ``begin`` on, or -1."""
+    none = tl.max(node, axis=0) + 1
+    found = tl.min(tl.where((parent == of) & (node >= begin), node, none), axis=0)
+    return tl.where(found < none, found, -1).to(tl.int64)
+
+
+@triton.jit
+def _token_left(
+    logits, row, token, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, has_names: tl.constexpr
+):
+    """p of one token after the stages."""
+    v = tl.zeros((1,), tl.int64) + token
+    p, _ = left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, has_names)
+    return tl.sum(p.to(tl.float64), axis=0)
+
+
+@triton.jit
+def _refuse(
+    logits, row, token, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, w, draft_left,
+    has_names: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """Adds the stage that refuses a token: (Z, what q holds behind it, what q_0 sums to)."""
+    scale, inverse_draft = w.to(tl.float32), (1.0 / draft_left).to(tl.float32)
+    mass = tl.zeros((chunk,), tl.float64)
+    rest = tl.zeros((chunk,), tl.float64)
+    whole = tl.zeros((chunk,), tl.float64)
+    for begin in range(0, vocab_size, chunk):
+        v = begin + tl.arange(0, chunk)
+        p, q = left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, has_names)
+        mass += p * scale - tl.minimum(p * scale, q * inverse_draft)
+        rest += tl.where(v == token, 0.0, q)
+        _, first = left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, 0, has_names)
+        whole += first
+    total = tl.sum(mass, axis=0)
+    at = stages + 3 * num_stages
+    tl.store(at, scale)
+    tl.store(at + 1, inverse_draft)
+    tl.store(at + 2, tl.where(total > 0, 1.0 / tl.maximum(total, _TINY), 0.0).to(tl.float32))
+    tl.store(stage_tokens + num_stages, token)
+    tl.debug_barrier()  # the program's other threads read the stage
+    return total, tl.maximum(tl.sum(rest, axis=0), _TINY), tl.sum(whole, axis=0)
+
+
+@triton.jit
+def walk(
+    tokens, parents, lengths, draft_probs, column_of, logits, roots, inv_temperatures, log_normalisers, seeds, positions,
+    stages, stage_tokens, draft_sums, path, num_accepted, next_tokens, is_bonus, accept_probs, num_nodes, vocab_size, draft_vocab,
+    block_nodes: tl.constexpr, has_names: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """Children in draw order against what is left of p and q; descends at the first that is accepted."""
+    b = tl.program_id(0).to(tl.int64)
+    inverse, seed, position = tl.load(inv_temperatures + b), tl.load(seeds + b), tl.load(positions + b)
+    node = tl.arange(0, block_nodes)
+    is_node = node < tl.load(lengths + b)
+    token = tl.load(tokens + b * num_nodes + node, mask=is_node, other=-1)
+    parent = tl.load(parents + b * num_nodes + node, mask=is_node, other=-2)
+    stages += b * 3 * (num_nodes + 1)
+    stage_tokens += b * (num_nodes + 1)
+    zero = tl.sum(tl.zeros((1,), tl.int64), axis=0)
+    depth, trial, at = zero, zero, zero - 1
+    child = _next_child(parent, node, at, 0)
+    first = child
+    draft_left = tl.sum(tl.zeros((1,), tl.float64) + 1.0, axis=0)
+    going = True
+    while going:
+        row = tl.load(roots + b) + 1 + at
+        log_normaliser = tl.load(log_normalisers + row)
+        draft_row = draft_probs + (b * num_nodes + tl.maximum(first, 0)) * draft_vocab
+        if child >= 0:
+            own = _at(token, node, child)
+            p = _token_left(
+                logits, row, own, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, trial, has_names
+            )
+            q = draft_prob(draft_row, column_of, own, has_names).to(tl.float64) / draft_left
+            diagonal = depth + trial
+            u = uniform(seed, ACCEPT, position, diagonal * (diagonal + 1) // 2 + trial)
+            if u * q < p:
+                tl.store(path + b * num_nodes + depth, child)
+                tl.store(accept_probs + b * num_nodes + depth, 1.0)
+                at = child
+                depth += 1
+                child = _next_child(parent, node, at, 0)
+                first = child
+                trial = zero
+                draft_left = draft_left * 0.0 + 1.0
+            else:
+                _, draft_left, whole = _refuse(
+                    logits, row, own, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, trial,
+                    draft_left * 0.0 + 1.0, draft_left, has_names, chunk,
+                )  # fmt: skip
+                tl.store(draft_sums + b * num_nodes + child, whole)
+                trial += 1
+                child = _next_child(parent, node, at, child + 1)
+        else:
+            u = uniform(seed, RECOVER, position + depth, 0)
+            drawn = draw(
+                logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, trial, u, has_names, chunk
+            )
+            tl.store(accept_probs + b * num_nodes + depth, 0.0, mask=first >= 0)
+            tl.store(next_tokens + b, drawn)
+            tl.store(num_accepted + b, depth)
+            tl.store(is_bonus + b, (first < 0).to(tl.int8))
+            going = False
+
+
+@triton.jit
+def traverse(
+    tokens, parents, lengths, draft_probs, column_of, logits, roots, inv_temperatures, log_normalisers, seeds, positions,
+    stages, stage_tokens, draft_sums, path, num_accepted, next_tokens, is_bonus, accept_probs, num_nodes, vocab_size, draft_vocab,
+    block_nodes: tl.constexpr, has_names: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """Leaf by leaf, in draw order, towards the root. What the walk knows of its nodes it holds by depth (0 = root)."""
+    b = tl.program_id(0).to(tl.int64)
+    inverse, seed, position = tl.load(inv_temperatures + b), tl.load(seeds + b), tl.load(positions + b)
+    node = tl.arange(0, block_nodes)
+    is_node = node < tl.load(lengths + b)
+    token = tl.load(tokens + b * num_nodes + node, mask=is_node, other=-1)
+    parent = tl.load(parents + b * num_nodes + node, mask=is_node, other=-2)
+    stages += b * 3 * (num_nodes + 1)
+    stage_tokens += b * (num_nodes + 1)
+    place = tl.arange(0, 2 * block_nodes)
+    nodes = tl.zeros((2 * block_nodes,), tl.int64) - 1
+    refused = tl.zeros((2 * block_nodes,), tl.int64)  # children refused so far
+    cursor = tl.zeros((2 * block_nodes,), tl.int64)  # where to look for the next child
+    first_stage = tl.zeros((2 * block_nodes,), tl.int64)
+    mass = tl.zeros((2 * block_nodes,), tl.float64) + 1.0  # a
+    draft_left = tl.zeros((2 * block_nodes,), tl.float64) + 1.0
+    zero = tl.sum(tl.zeros((1,), tl.int64), axis=0)
+    depth, trial = zero, zero
+    going = True
+    while going:
+        at, w, num = _at(nodes, place, depth), _at(mass, place, depth), _at(refused, place, depth)
+        row = tl.load(roots + b) + 1 + at
+        log_normaliser, before = tl.load(log_normalisers + row), _at(first_stage, place, depth)
+        child = tl.where(w > 0, _next_child(parent, node, at, _at(cursor, place, depth)), -1)
+        # The row that a node's children were drawn from; any of them will do, refused ones too.
+        any_child = tl.maximum(_next_child(parent, node, at, 0), 0)
+        draft_row = draft_probs + (b * num_nodes + any_child) * draft_vocab
+        if child >= 0:
+            own = _at(token, node, child)
+            p = _token_left(
+                logits, row, own, vocab_size, inverse, log_normaliser, draft_row, column_of, stages + 3 * before, stage_tokens + before,
+                num, has_names,
+            )  # fmt: skip
+            q = draft_prob(draft_row, column_of, own, has_names).to(tl.float64) / _at(draft_left, place, depth)
+            depth += 1
+            entered = place == depth
+            nodes, refused, cursor = tl.where(entered, child, nodes), tl.where(entered, 0, refused), tl.where(entered, 0, cursor)
+            first_stage = tl.where(entered, before + num, first_stage)
+            draft_left = tl.where(entered, 1.0, draft_left)
+            mass = tl.where(entered, tl.minimum(w * p / q, 1.0), mass)
+        else:
+            u = uniform(seed, ACCEPT, position, trial * (trial + 1) // 2 + trial)
+            if (u < w) | (depth == 0):  # the root has a = 1: only a NaN keeps a walk from ending there
+                first = _next_child(parent, node, at, 0)
+                u = uniform(seed, RECOVER, position + depth, 0)
+                drawn = draw(
+                    logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, stages + 3 * before, stage_tokens + before,
+                    num, u, has_names, chunk,
+                )  # fmt: skip
+                for i in range(depth):
+                    tl.store(path + b * num_nodes + i, _at(nodes, place, i + 1))
+                    tl.store(accept_probs + b * num_nodes + i, 1.0)
+                tl.store(accept_probs + b * num_nodes + depth, 0.0, mask=first >= 0)
+                tl.store(next_tokens + b, drawn)
+                tl.store(num_accepted + b, depth)
+                tl.store(is_bonus + b, (first < 0).to(tl.int8))
+                going = False
+            else:
+                trial += 1
+                gone = at
+                depth -= 1
+                here = place == depth
+                above, num, before = _at(nodes, place, depth), _at(refused, place, depth), _at(first_stage, place, depth)
+                w, held = _at(mass, place, depth), _at(draft_left, place, depth)
+                row = tl.load(roots + b) + 1 + above
+                draft_row = draft_probs + (b * num_nodes + gone) * draft_vocab
+                remaining, rest, whole = _refuse(
+                    logits, row, _at(token, node, gone), vocab_size, inverse, tl.load(log_normalisers + row), draft_row, column_of,
+                    stages + 3 * before, stage_tokens + before, num, w, held, has_names, chunk,
+                )  # fmt: skip
+                tl.store(draft_sums + b * num_nodes + gone, whole)
+                total = remaining + (1.0 - w)
+                mass = tl.where(here, tl.where(total > 0, remaining / total, 1.0), mass)
+                draft_left = tl.where(here, rest, draft_left)
+                refused, cursor = tl.where(here, num + 1, refused), tl.where(here, gone + 1, cursor)
