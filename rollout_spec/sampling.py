@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout_spec.penalties import Penalties, RowHistory, penalise
-from rollout_spec.truncation import truncate_
+from rollout_spec.truncation import Truncations, truncate_
 
 __all__ = [
     "LogitsProcessor",
@@ -25,8 +25,10 @@ __all__ = [
     "is_plain",
     "log_target",
     "needs_history",
+    "only_truncates",
     "process_logits",
     "sample",
+    "truncations",
 ]
 
 # (history [T] int64: prompt + path to this node, logits [V] float32) -> logits [V]; must not modify its inputs.
@@ -94,7 +96,23 @@ def needs_history(params: SamplingParams) -> bool:
 @functools.lru_cache(maxsize=1024)  # asked for every row of every round
 def is_plain(params: SamplingParams) -> bool:
     """True if the target is softmax(logits / temperature) with a positive temperature and nothing else."""
-    return params.temperature > 0 and not (needs_history(params) or _truncates(params) or _has_static_bias(params))
+    return only_truncates(params) and not _truncates(params)
+
+
+@functools.lru_cache(maxsize=1024)
+def only_truncates(params: SamplingParams) -> bool:
+    """True if the target is softmax(logits / temperature) with a positive temperature over the support of min-p, top-k and top-p."""
+    return params.temperature > 0 and not (needs_history(params) or _has_static_bias(params))
+
+
+def truncations(params: Sequence[SamplingParams]) -> Truncations:
+    """What ``process_logits`` does to rows that ``only_truncates`` is true of."""
+    return Truncations(
+        temperatures=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64),
+    )
 
 
 def process_logits(logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[RowHistory] | None = None) -> Tensor:

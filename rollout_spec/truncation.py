@@ -6,9 +6,27 @@ Shape legend: R rows, V vocabulary, C candidates of one row.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Truncations:
+    """Temperature, then truncation, of each row: what ``truncate_`` takes, as tensors on the CPU."""
+
+    temperatures: Tensor  # [R] float32 > 0
+    top_k: Tensor  # [R] int64
+    top_p: Tensor  # [R] float64
+    min_p: Tensor  # [R] float64
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """[R, V] float32: logits [R, V] of any float dtype over their temperatures, -inf where a token is dropped."""
+        x = logits.float() / self.temperatures.to(logits.device)[:, None]
+        rows = zip(x.split(1), self.top_k.tolist(), self.top_p.tolist(), self.min_p.tolist(), strict=True)
+        return torch.cat([truncate_(row, top_k=top_k, top_p=top_p, min_p=min_p) for row, top_k, top_p, min_p in rows])
 
 
 def truncate_(x: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:

@@ -20,6 +20,7 @@ from rollout_spec.engine.gated_delta import GatedDelta
 from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.stack import DecoderLayer
 from rollout_spec.tree import DraftTree
+from rollout_spec.truncation import Truncations
 from rollout_spec.verdict import Verdict
 from rollout_spec.verify import Scheme, TargetRows, VerifyNoise
 from rollout_spec_kernels import gated_delta
@@ -248,6 +249,32 @@ class CpuOps(CpuNoise):
             is_bf16,
             logits.data_ptr(),
             inverse.data_ptr(),
+            log_probs.data_ptr(),
+            entropies.data_ptr(),
+            num_rows,
+            vocab_size,
+            torch.get_num_threads(),
+        )
+        return LogSoftmaxStats(log_probs=log_probs, entropies=entropies)
+
+    def truncated_log_softmax(self, logits: Tensor, truncations: Truncations) -> LogSoftmaxStats:
+        """log softmax of logits [R, V] over their temperatures, in the support of min-p, top-k and top-p (truncation.truncate_).
+
+        The supports are the same, ties included, unless a nucleus' mass is within float32 rounding of top_p.
+        """
+        is_bf16, (num_rows, vocab_size) = is_bfloat16("logits", logits), logits.shape
+        logits = logits.contiguous()
+        held = [
+            checked("temperatures", truncations.temperatures, torch.float32, (num_rows,)),
+            checked("top_k", truncations.top_k, torch.int64, (num_rows,)),
+            checked("top_p", truncations.top_p, torch.float64, (num_rows,)),
+            checked("min_p", truncations.min_p, torch.float64, (num_rows,)),
+        ]
+        log_probs, entropies = torch.empty(num_rows, vocab_size), torch.empty(num_rows)
+        self._library.rs_truncated_log_softmax(
+            is_bf16,
+            logits.data_ptr(),
+            *(of.data_ptr() for of in held),
             log_probs.data_ptr(),
             entropies.data_ptr(),
             num_rows,

@@ -24,6 +24,7 @@ _SIGNATURES = {
     "rs_commit": ([_P, _P, *[_L] * 6, _P, _P, _P, *[_L] * 4, _I], ctypes.c_bool),
     "rs_decoder": ([_P, _P], ctypes.c_bool),
     "rs_log_softmax_stats": ([_I, _P, _P, _P, _P, _L, _L, _I], None),
+    "rs_truncated_log_softmax": ([_I, *[_P] * 7, _L, _L, _I], None),
     "rs_draft_chains": ([_P, _P], _L),
     "rs_gumbel_noise": ([_P, _P, _L, _P, _P, _L, _L, _I], None),
     "rs_uniforms": ([_P, _P, _L, _P, _L, _L], None),

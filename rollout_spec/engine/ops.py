@@ -23,6 +23,7 @@ from rollout_spec.engine.plan import AttentionPlan
 from rollout_spec.engine.stack import DecoderLayer, LayerOps, LayerStack, Linear, StackOutput
 from rollout_spec.noise import Stream, gumbel_noise
 from rollout_spec.tree import DraftTree
+from rollout_spec.truncation import Truncations
 from rollout_spec.verdict import Verdict
 from rollout_spec.verify import Scheme, TargetRows, VerifyNoise, verify
 from rollout_spec.verify.categorical import draw_tokens
@@ -72,6 +73,10 @@ class Ops(LayerOps, KeyedNoise, Protocol):
     ) -> Tensor: ...  # [R, V] of all tokens (their number) or of some (their ids): noise.gumbel_noise
 
     def log_softmax_stats(self, logits: Tensor, inv_temperatures: Tensor) -> LogSoftmaxStats: ...  # [R, V] any float, [R]
+
+    def truncated_log_softmax(
+        self, logits: Tensor, truncations: Truncations
+    ) -> LogSoftmaxStats: ...  # of logits [R, V] over their temperatures, in their support
 
     def inverse_cdf(self, log_probs: Tensor, uniforms: Tensor) -> Tensor: ...  # [R, V] float32, [R] float64 -> [R] tokens
 
@@ -151,6 +156,9 @@ class TorchOps(NumpyNoise):
         # 0 · −inf is 0 here: a masked token adds nothing to the entropy.
         finite = log_probs.clamp_min(torch.finfo(log_probs.dtype).min)
         return TorchLogSoftmaxStats(log_probs=log_probs, entropies=-torch.linalg.vecdot(log_probs.exp(), finite))
+
+    def truncated_log_softmax(self, logits: Tensor, truncations: Truncations) -> LogSoftmaxStats:
+        return self.log_softmax_stats(truncations.apply(logits), torch.ones(logits.shape[0], device=logits.device))
 
     def inverse_cdf(self, log_probs: Tensor, uniforms: Tensor) -> Tensor:
         return draw_tokens(log_probs, uniforms)

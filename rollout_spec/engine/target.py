@@ -17,7 +17,7 @@ from rollout_spec.engine.kv import KVSlots
 from rollout_spec.engine.rounds import round_input
 from rollout_spec.engine.runner import ModelRunner
 from rollout_spec.engine.running import RunningRequest, last_tokens, slot_indices
-from rollout_spec.sampling import RowHistory, is_plain, needs_history, process_logits
+from rollout_spec.sampling import RowHistory, is_plain, needs_history, only_truncates, process_logits, truncations
 from rollout_spec.tree import DraftTree
 from rollout_spec.verify import AllRows, TokenScores
 
@@ -54,6 +54,7 @@ class LogitsTarget:
         if temperature is not None:
             self._sampling = [dataclasses.replace(params, temperature=temperature) for params in self._sampling]
             self._is_plain = all(is_plain(params) for params in self._sampling)
+        self._only_truncates = all(only_truncates(params) for params in self._sampling)
         self._raw_is_processed = self._is_plain and all(params.temperature == 1.0 for params in self._sampling)
         # Rows are computed all at once, or in chunks as verifiers ask; chunks are never concatenated (a row is V numbers wide).
         self._raw: list[Tensor] = []
@@ -132,13 +133,15 @@ class LogitsTarget:
         self.head_s += time.perf_counter() - began
         offsets = self._row_offsets.tolist()
         requests = [bisect.bisect_right(offsets, row) - 1 for row in rows]
-        # Rows that only divide by a temperature skip the processors: the kernel does both in one pass.
-        processed, temperatures = logits, [self._sampling[request].temperature for request in requests]
-        if not self._is_plain:
+        # Rows that only divide by a temperature and truncate skip the processors: the kernel does all in one pass.
+        params = [self._sampling[request] for request in requests]
+        if self._is_plain:
+            stats = self._ops.log_softmax_stats(logits, torch.tensor([1.0 / row.temperature for row in params]))
+        elif self._only_truncates:
+            stats = self._ops.truncated_log_softmax(logits, truncations(params))
+        else:
             histories = [self._history(request, row - offsets[request] - 1) for request, row in zip(requests, rows, strict=True)]
-            processed = process_logits(logits.float(), [self._sampling[request] for request in requests], histories)
-            temperatures = [1.0] * len(rows)
-        stats = self._ops.log_softmax_stats(processed, torch.tensor([1.0 / temperature for temperature in temperatures]))
+            stats = self._ops.log_softmax_stats(process_logits(logits.float(), params, histories), torch.ones(len(rows)))
         log_probs, finite = stats.log_probs, stats.entropies.isfinite()
         if not bool(finite.all()):
             self.failed |= {request for request, fine in zip(requests, finite.tolist(), strict=True) if not fine}

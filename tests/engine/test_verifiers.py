@@ -12,6 +12,7 @@ from rollout_spec.drafters.ngram import NGramDrafter
 from rollout_spec.drafters.self_draft import SelfConfig, SelfDrafter
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.load import make_runner
+from rollout_spec.engine.ops import TorchOps
 from rollout_spec.engine.request import Completion, Request
 from rollout_spec.events import RoundEvent
 from rollout_spec.sampling import SamplingParams
@@ -21,6 +22,7 @@ from rollout_spec.verify import Scheme, VerifyFn, verify
 from rollout_spec_kernels.cpu import CpuOps, unavailable_reason
 
 PLAIN, WARM, FILTERED = SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=0.9, top_k=12, presence_penalty=0.4)
+TRUNCATED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01)
 
 
 def _run(
@@ -43,7 +45,7 @@ def _run(
 
 
 @pytest.mark.skipif(unavailable_reason() is not None, reason="no CPU kernels here")
-@pytest.mark.parametrize("sampling", [PLAIN, WARM, FILTERED], ids=["plain", "warm", "filtered"])
+@pytest.mark.parametrize("sampling", [PLAIN, WARM, FILTERED, TRUNCATED], ids=["plain", "warm", "filtered", "truncated"])
 @pytest.mark.parametrize("scheme", [Scheme.REJECTION, Scheme.BLOCK, Scheme.EXACT_MATCH, Scheme.GUMBEL])
 @pytest.mark.parametrize("drafted", [True, False])
 def test_tokens_scores_and_counts_are_the_same(scheme: Scheme, sampling: SamplingParams, drafted: bool) -> None:
@@ -67,3 +69,16 @@ def test_tokens_scores_and_counts_are_the_same(scheme: Scheme, sampling: Samplin
         assert event.mean_accept_prob_by_depth == pytest.approx(other_event.mean_accept_prob_by_depth, abs=1e-6)
         assert event.mean_entropy == pytest.approx(other_event.mean_entropy, abs=1e-6)
     assert not drafted or scheme is Scheme.GUMBEL or any(event.num_accepted_tokens for event in rounds)
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason="no CPU kernels here")
+def test_truncation_in_the_kernel_is_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens and scores that the readable form of the operation gives."""
+    drafter = SelfDrafter(SelfConfig(draw=Draw.SAMPLED, temperature=1.2))
+    fused, _ = _run(None, drafter, Scheme.BLOCK, TRUNCATED)
+    monkeypatch.setattr(CpuOps, "truncated_log_softmax", TorchOps.truncated_log_softmax)
+    processed, _ = _run(None, drafter, Scheme.BLOCK, TRUNCATED)
+    assert [one.token_ids for one in fused] == [one.token_ids for one in processed]
+    for one, other in zip(fused, processed, strict=True):
+        for name in ("logprobs", "processed_logprobs", "entropies"):
+            torch.testing.assert_close(torch.tensor(getattr(one, name)), torch.tensor(getattr(other, name)), rtol=1e-5, atol=1e-5)

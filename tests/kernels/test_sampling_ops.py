@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout_spec.noise import Stream, gumbel_noise, uniforms
+from rollout_spec.sampling import SamplingParams, process_logits, truncations
 from rollout_spec_kernels.cpu import CpuOps
 
 
@@ -45,6 +46,49 @@ def test_point_mass_nan_and_no_support(ops: CpuOps) -> None:
     assert torch.allclose(got.entropies[1], torch.tensor(math.log(5000)))
     assert got.log_probs[2:].isnan().all()
     assert got.entropies[2:].isnan().all()
+
+
+TRUNCATED = [
+    SamplingParams(top_k=5),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.3, min_p=0.02),
+    SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
+    SamplingParams(top_k=900, top_p=0.3),
+    SamplingParams(temperature=2.5),
+    SamplingParams(top_k=1, top_p=1e-6),
+    SamplingParams(top_p=0.98),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 33, 1000, 49157])
+@pytest.mark.parametrize("kind", ["random", "ties", "flat", "masked"])
+def test_truncation_keeps_what_the_processors_keep(ops: CpuOps, dtype: torch.dtype, vocab_size: int, kind: str) -> None:
+    """bfloat16 logits have many ties; "flat" rows have nothing else, so that only the order of ids decides."""
+    logits = 3 * _normal(len(TRUNCATED), vocab_size, seed=vocab_size, dtype=dtype)
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "flat":
+        logits = torch.zeros_like(logits)
+    elif kind == "masked":
+        logits[:, 1::2] = -math.inf
+    got = ops.truncated_log_softmax(logits, truncations(TRUNCATED))
+    processed = process_logits(logits.float(), TRUNCATED)
+    assert torch.equal(got.log_probs > -math.inf, processed > -math.inf)
+    exact = processed.double().log_softmax(-1)
+    finite = exact.isfinite()
+    assert float((got.log_probs.double() - exact)[finite].abs().max()) < 4e-6  # float32 roundings of values of up to 15
+    torch.testing.assert_close(got.entropies.double(), torch.special.entr(exact.exp()).sum(-1), rtol=1e-6, atol=2e-6)
+
+
+def test_truncated_rows_that_are_no_distribution(ops: CpuOps) -> None:
+    logits = _normal(4, 200, seed=1)
+    logits[0, 7], logits[1, 199], logits[2] = math.nan, math.inf, -math.inf
+    got = ops.truncated_log_softmax(logits, truncations([SamplingParams(top_k=3, top_p=0.9)] * 4))
+    assert got.entropies.isnan().tolist() == [True, True, True, False]
+    assert got.log_probs[:3].isnan().all()
+    alone = ops.truncated_log_softmax(logits[3:], truncations([SamplingParams(top_k=3, top_p=0.9)]))
+    assert torch.equal(alone.log_probs[0], got.log_probs[3])
 
 
 def test_rows_and_threads_do_not_matter(ops: CpuOps, restore_threads: None) -> None:

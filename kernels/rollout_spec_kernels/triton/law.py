@@ -31,7 +31,7 @@ def draft_prob(draft_row, column_of, token, has_names: tl.constexpr):
 def left(
     logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, has_names: tl.constexpr
 ):
-    """(p, q) of tokens v after num_stages stages; q is 0 for refused tokens and not renormalised. Without a draft_row q is 0, without stages p is p_0.
+    """(p, q) of tokens v after num_stages stages; q is 0 for refused tokens and not renormalised. Without a draft_row q is 0.
 
     stages [3 num_stages] float32: w, 1 / sum q_j, and 1 / Z or 0 where nothing is left: then p = q, and p itself is left.
     """
