@@ -18,8 +18,10 @@ namespace {
 
 constexpr int64_t kBlock = 64;  // entries that share a maximum
 
+constexpr int64_t kBuckets = 1024;  // of values, in which a nucleus' edge is looked for: sorting all candidates would be most of the work
+
 struct Candidate {
-  float value;
+  float value, weight;  // e^(value - most), once weighed
   int64_t id;
 };
 
@@ -57,7 +59,9 @@ class Row {
       keep_nucleus_of_all(top_p);
     else {
       gather((float)floor);
-      if (top_p < 1) keep_nucleus(top_p, mass(), (int64_t)kept_.size());
+      double total = 0;
+      for (Candidate& one : kept_) total += one.weight = exponential(one.value - most_);
+      if (top_p < 1) keep_nucleus(top_p, total, (int64_t)kept_.size());
     }
   }
 
@@ -65,10 +69,8 @@ class Row {
   float finish() {
     double weight = 0, moment = 0;
     for (const Candidate& one : kept_) {
-      const float below = one.value - most_;
-      const double e = exponential(below);
-      weight += e;
-      moment += e > 0 ? e * below : 0;  // 0 * -inf is 0 here
+      weight += one.weight;
+      moment += one.weight > 0 ? (double)one.weight * (one.value - most_) : 0;  // 0 * -inf is 0 here
     }
     const float log_weight = (float)std::log(weight);
     std::fill(x_, x_ + vocab_, -kInfinity);
@@ -98,49 +100,60 @@ class Row {
     for (int64_t block = 0; block < (int64_t)maxima_.size(); ++block) {
       if (!(maxima_[block] >= floor)) continue;
       for (int64_t v = block * kBlock; v < std::min((block + 1) * kBlock, vocab_); ++v)
-        if (x_[v] >= floor) kept_.push_back({x_[v], v});
+        if (x_[v] >= floor) kept_.push_back({x_[v], 0, v});
     }
-  }
-
-  double mass() const {
-    double total = 0;
-    for (const Candidate& one : kept_) total += exponential(one.value - most_);
-    return total;
   }
 
   // Tokens with less than half of (1 - p) / V of the mass hold less than 1 - p together: the nucleus lies above them.
   void keep_nucleus_of_all(double top_p) {
     double total = 0;
+    weights_.resize(vocab_ + kLanes);
     for (int64_t v = 0; v < vocab_; v += kLanes) {
       Vec e = exp(load_first(x_ + v, vocab_ - v) - splat(most_));
       if (vocab_ - v < kLanes) e = iota() < (int32_t)(vocab_ - v) ? e : Vec{};
+      store(weights_.data() + v, e);
       total += sum_lanes(e);
     }
     gather((float)(most_ + std::log(0.5 * (1 - top_p) / vocab_ * total)));
+    for (Candidate& one : kept_) one.weight = weights_[one.id];
     keep_nucleus(top_p, total, vocab_);
   }
 
   // Of what is kept, the smallest set of largest values with mass >= top_p of total, lowest ids first among equal values.
   void keep_nucleus(double top_p, double total, int64_t num_before) {
-    const double bound = 0.5 * (1 - top_p) / num_before * total;
-    sorted_.clear();
+    const double bound = 0.5 * (1 - top_p) / num_before * total, wanted = top_p * total;
+    float least = most_;
     for (const Candidate& one : kept_)
-      if (exponential(one.value - most_) >= bound) sorted_.push_back(one.value);
-    std::sort(sorted_.begin(), sorted_.end(), std::greater<>());
-    const int64_t num = (int64_t)sorted_.size();
-    int64_t num_kept = 0;
-    for (double reached = 0; num_kept < num && !(num_kept && reached >= top_p * total); ++num_kept)
-      reached += exponential(sorted_[num_kept] - most_);
-    const float last = sorted_[num_kept - 1];
-    int64_t ties = num_kept - (std::lower_bound(sorted_.begin(), sorted_.end(), last, std::greater<>()) - sorted_.begin());
+      if (one.weight >= bound) least = std::min(least, one.value);
+    // Buckets descend with the value, and equal values share one.
+    const float scale = least < most_ ? (float)kBuckets / (most_ - least) : 0;
+    const auto bucket_of = [&](float value) { return std::min((int64_t)((most_ - value) * scale), kBuckets - 1); };
+    double mass[kBuckets] = {};
+    for (const Candidate& one : kept_)
+      if (one.weight >= bound) mass[bucket_of(one.value)] += one.weight;
+    int64_t edge = 0, last_filled = 0;
+    double reached = 0, before = 0;
+    for (; edge < kBuckets && reached < wanted; ++edge)
+      if (mass[edge] > 0) before = reached, reached += mass[edge], last_filled = edge;
+    inside_.clear();
+    for (const Candidate& one : kept_)
+      if (one.weight >= bound && bucket_of(one.value) == last_filled) inside_.push_back(one);
+    std::sort(inside_.begin(), inside_.end(), [](const Candidate& a, const Candidate& b) { return a.value > b.value; });
+    int64_t num = 0, ties = 0;
+    float last = most_;
+    for (reached = before; num < (int64_t)inside_.size() && (num == 0 || reached < wanted); ++num) {
+      ties = inside_[num].value == last && num ? ties + 1 : 1;
+      last = inside_[num].value;
+      reached += inside_[num].weight;
+    }
     std::erase_if(kept_, [&](const Candidate& one) { return !(one.value > last || (one.value == last && ties-- > 0)); });
   }
 
   float* const x_;
   const int64_t vocab_;
   float most_ = 0;
-  std::vector<float> maxima_, sorted_;
-  std::vector<Candidate> kept_;
+  std::vector<float> maxima_, sorted_, weights_;
+  std::vector<Candidate> kept_, inside_;
 };
 
 template <class T>

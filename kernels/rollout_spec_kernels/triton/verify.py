@@ -157,7 +157,9 @@ def _decide_by_ratio(
     stage_tokens = torch.empty(batch, num_nodes + 1, dtype=torch.int64, device=device)
     draft_sums = torch.ones(batch, num_nodes, dtype=torch.float64, device=device)  # of the rows that are looked at
     written = (work.path, work.num_accepted, work.next_token_ids, work.is_bonus, work.accept_probs)
-    sizes, options = (num_nodes, vocab_size, draft_probs.shape[2]), {"has_names": names is not None, "chunk": _CHUNK}
+    sizes = (num_nodes, vocab_size, draft_probs.shape[2])
+    # Without fused multiply-adds: w p - min(w p, q) must be 0 where q is the larger.
+    options = {"has_names": names is not None, "chunk": _CHUNK, "enable_fp_fusion": False}
     if scheme in (Scheme.REJECTION_WALK, Scheme.TRAVERSAL):
         kernel = trees.walk if scheme is Scheme.REJECTION_WALK else trees.traverse
         kernel[(batch,)](
