@@ -12,6 +12,7 @@ Shape legend: B requests, N nodes, V vocabulary, H query heads, Hkv key/value he
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import platform
 import statistics
@@ -145,7 +146,7 @@ def tree_plan(batch: int, nodes: int, context: int, device: torch.device) -> Att
 
 
 def attention_variants(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, nodes: int) -> dict[str, Callable[[], Tensor]]:
-    """Our kernel, SDPA with a mask over expanded heads, and flex attention with the tree as a block mask where it compiles."""
+    """Our kernel, SDPA with a mask over expanded heads, and on a GPU flex attention, and FlashInfer where it is installed."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     from rollout_spec_kernels.triton.attention import attention
@@ -167,7 +168,29 @@ def attention_variants(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, nod
         variants["flex"] = lambda: (
             flex(batched, k, v, block_mask=block_mask, scale=scale, enable_gqa=True).transpose(1, 2).reshape(batch * nodes, -1)
         )
+        if q.dtype is torch.bfloat16 and importlib.util.find_spec("flashinfer") is not None:
+            variants["flashinfer"] = flashinfer_attention(q, k, v, mask)
     return variants
+
+
+def flashinfer_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Callable[[], Tensor]:
+    """FlashInfer's batched attention with the tree as a custom mask [N, L]; keys of a request side by side, as it wants them."""
+    import flashinfer
+
+    (batch, num_kv_heads, length, head_dim), nodes = k.shape, mask.shape[0]
+    keys, values = (of.transpose(1, 2).reshape(batch * length, num_kv_heads, head_dim).contiguous() for of in (k, v))
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(256 << 20, dtype=torch.uint8, device=q.device), "NHD")
+    offsets = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    wrapper.plan(
+        nodes * offsets,
+        length * offsets,
+        q.shape[1],
+        num_kv_heads,
+        head_dim,
+        custom_mask=mask.flatten().repeat(batch),
+        q_data_type=q.dtype,
+    )
+    return lambda: wrapper.run(q, keys, values).flatten(1)
 
 
 def gpu_attention(

@@ -6,9 +6,12 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import kernels as benchmark
 from rollout_spec.verify import Scheme
@@ -40,6 +43,43 @@ def test_gpu_half_compares_attention_with_sdpa(monkeypatch: pytest.MonkeyPatch) 
     (result,) = benchmark.gpu_attention(((2, 5, 70),), device, lambda run: 0.0)
     assert {"triton", "sdpa"} <= set(result["ms"])
     assert result["bytes"] == 2 * 2 * 2 * 75 * 16 * 2 + 2 * 2 * 5 * 4 * 16 * 2
+
+
+class _Wrapper:
+    """What FlashInfer's wrapper computes of ragged rows and a flat mask, as its documentation says."""
+
+    def __init__(self, workspace: Tensor, layout: str) -> None:
+        assert (workspace.dtype, layout) == (torch.uint8, "NHD")
+
+    def plan(self, rows: Tensor, keys: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, **options: Any) -> None:
+        self.rows, self.keys, self.sizes, self.mask = (
+            rows.tolist(),
+            keys.tolist(),
+            (num_heads, num_kv_heads, head_dim),
+            options["custom_mask"],
+        )
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts, begin = [], 0
+        assert (q.shape[1], k.shape[1], q.shape[2]) == self.sizes
+        for b in range(len(self.rows) - 1):
+            rows, keys = slice(*self.rows[b : b + 2]), slice(*self.keys[b : b + 2])
+            shape = (rows.stop - rows.start, keys.stop - keys.start)
+            mask = self.mask[begin : begin + shape[0] * shape[1]].view(shape)
+            begin += mask.numel()
+            heads = (of.transpose(0, 1)[None] for of in (q[rows], k[keys], v[keys]))
+            parts.append(torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1))
+        assert begin == self.mask.numel()
+        return torch.cat(parts)
+
+
+def test_flashinfer_is_given_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: pip install 'rollout-spec[triton]'")
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=_Wrapper))
+    plan = benchmark.tree_plan(3, 5, 20, torch.device("cpu"))
+    q, k, v = torch.randn(15, 4, 16), torch.randn(3, 2, 25, 16), torch.randn(3, 2, 25, 16)
+    wanted = benchmark.attention_variants(plan, q, k, v, 5)["sdpa"]()
+    torch.testing.assert_close(benchmark.flashinfer_attention(q, k, v, plan.visible(0))(), wanted)
 
 
 def test_the_trees_of_the_benchmark_are_binary() -> None:
