@@ -38,22 +38,38 @@ MODEL, DRAFT_LENGTH, TEXT_TOKENS = "smollm2-135m", 4, 128
 MOVES = (("a little", 8, 2e-5), ("a lot", 8, 1e-4))  # name, steps, learning rate
 
 
+def fine_tuned(model: nn.Module, texts: Sequence[Sequence[int]], lr: float) -> float:
+    """Train on the texts in place, four a step; returns the last step's loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    for begin in range(0, len(texts), 4):
+        batch = torch.tensor(texts[begin : begin + 4])
+        loss = model(batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return float(loss.detach())
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+
+
+def other_text(tokenizer: Any) -> list[list[int]]:
+    """HumanEval's problems and solutions, all of one length."""
+    texts = [tokenizer.encode(f"{prompt.text}{prompt.answer}") for prompt in load_prompts("humaneval:160", tokenizer)]
+    return [text[:TEXT_TOKENS] for text in texts if len(text) >= TEXT_TOKENS]
+
+
 def moved_policies(texts: Sequence[Sequence[int]]) -> list[dict[str, Tensor]]:
     """The policy's weights after each of the MOVES, one after the other."""
     model = load_model(MODEL).module.train()
     out, taken = [], 0
     for name, steps, lr in MOVES:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-        for _ in range(steps):
-            batch = torch.tensor(texts[taken : taken + 4])
-            taken += 4
-            loss = model(batch, labels=batch).loss
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        print(f"policy moved {name}: loss on the other text {float(loss.detach()):.2f}", flush=True)
-        out.append({key: tensor.detach().clone() for key, tensor in model.named_parameters()})
+        loss = fine_tuned(model, texts[taken : taken + 4 * steps], lr)
+        taken += 4 * steps
+        print(f"policy moved {name}: loss on the other text {loss:.2f}", flush=True)
+        out.append(weights_of(model))
     return out
 
 
@@ -95,9 +111,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     loaded = load_model(MODEL)
     held_out = load_prompts(f"gsm_symbolic:{options.prompts}@30000", loaded.tokenizer)
     training = load_prompts(f"gsm_symbolic:{options.training_prompts}@20000", loaded.tokenizer)
-    code = load_prompts("humaneval:160", loaded.tokenizer)
-    texts = [loaded.tokenizer.encode(f"{prompt.text}{prompt.answer}") for prompt in code]
-    moves = moved_policies([text[:TEXT_TOKENS] for text in texts if len(text) >= TEXT_TOKENS])
+    moves = moved_policies(other_text(loaded.tokenizer))
     results: dict[str, Any] = {"arms": {}, "refreshes": []}
     for arm in ("frozen", "follow_head"):
         loaded = load_model(MODEL)

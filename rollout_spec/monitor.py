@@ -76,6 +76,7 @@ class EntropyMonitor:
         self._below, self._above = _Run(), _Run()
         self._judge = StaleJudge(self.config.staleness)
         self._epoch = 0
+        self._num_asked = math.inf  # requests drafted for since weights changed
         self._coefficients: tuple[Array, float] = (np.zeros(depth), 0.0)
         self._fit()
 
@@ -132,6 +133,7 @@ class EntropyMonitor:
             entropies=entropies,
             epoch=self._epoch,
             num_observed=float(self._n[0]),
+            num_asked=self._num_asked,
         )
 
     # What happens
@@ -141,6 +143,7 @@ class EntropyMonitor:
         rows = self._requests.of(outcome.request_ids)
         before = self._judge.stale
         if outcome.asked.any():
+            self._num_asked += int((outcome.asked > 0).sum())
             self._observe_drafts(outcome, rows, self.forecast(outcome.request_ids) if expected is None else expected)
         self._observe_entropies(outcome.entropies, rows)
         return self._judge.stale and not before
@@ -163,6 +166,7 @@ class EntropyMonitor:
             sums *= kept
         self._requests.values[:, (RequestRows.RESIDUAL, RequestRows.COUNT)] *= kept
         self._requests.values[:, RequestRows.SEEN] = 0.0
+        self._num_asked = 0.0
         self._below.clear()
         self._above.clear()
         self._epoch += 1

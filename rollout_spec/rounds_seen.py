@@ -5,6 +5,7 @@ Shape legend: B requests in a round, D depths (entry 0 is depth 1).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,7 @@ class Forecast:
     entropies: Array  # [B] recent mean entropy of each request, nats
     epoch: int  # EntropyMonitor.epoch
     num_observed: float  # first-depth observations that the law rests on
+    num_asked: float = math.inf  # requests that were drafted for since weights changed; infinity while they are the first ones
 
     @property
     def accepted(self) -> Array:

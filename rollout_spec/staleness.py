@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_KEPT = 0.1  # of what the drafter was judged by, after the policy's weights changed
-_SURE = 3.0  # standard errors
+_KEPT = 0.02  # of what the drafter was judged by, after the policy's weights changed
+_SURE = 3.5  # standard errors: every round is a look
 _LEAST = 0.06  # acceptance that must be missing: of next to nothing, half is nothing either
 _FIRST_LOOK = 96.0  # observations of new drafter weights before anything is said about them
-_FEW = 4.0  # observations that say nothing yet
+_FEW = 8.0  # observations that say nothing yet
 
 
 @dataclass(frozen=True, kw_only=True)

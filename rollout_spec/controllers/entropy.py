@@ -38,8 +38,9 @@ class EntropyBudget:
         lengths = np.minimum((signals.forecast.accepted[:, : self.max_length] >= self.threshold).sum(1), limits)
         if lengths.any():
             return self._budget(signals, lengths, "threshold"), probing.drafted(signals.num_rounds, self.probes)
-        if probing.wants_probe(_PROBE_COST, self.probes):
-            probed = probe_lengths(probing, limits, self.probes)
+        missing = self.probes.missing(signals.forecast.num_asked)
+        if probing.wants_probe(_PROBE_COST, missing, self.probes):
+            probed = probe_lengths(probing, limits, missing, self.probes)
             return self._budget(signals, probed, "probe"), probing.probed(int((probed > 0).sum()), self.probes)
         return self._budget(signals, lengths, "off"), probing.stayed_off(signals.num_rounds)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 class ProbeConfig:
     """Shares are of all time, counts are of rounds."""
 
+    news_requests: int = 32  # drafted for at once after weights changed, whatever is expected of it: how the drafter does now
     news_share: float = 0.04  # spent on probes after weights changed or acceptance jumped ...
     first_share: float = 0.008  # ... or the policy's entropy changed ...
     backoff: float = 0.75  # ... times this after each probe that changed nothing ...
@@ -27,6 +28,8 @@ class ProbeConfig:
     small_gain: float = 0.2
 
     def __post_init__(self) -> None:
+        if self.news_requests < 0:
+            raise ValueError(f"news_requests must be 0 or more, got {self.news_requests}")
         for name in ("at_least", "length", "num_requests", "reference_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
@@ -37,6 +40,10 @@ class ProbeConfig:
             raise ValueError(f"0 < last_share <= first_share <= news_share <= 1 does not hold for {shares}")
         if not 0 < self.backoff <= 1:
             raise ValueError(f"backoff must be in (0, 1], got {self.backoff}")
+
+    def missing(self, num_asked: float) -> int:
+        """Requests still to be drafted for at once, when so many were since weights changed."""
+        return max(self.news_requests - int(min(num_asked, self.news_requests)), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +67,9 @@ class ProbeState:
             return self
         return replace(self, entropy=entropy, share=config.first_share)
 
-    def wants_probe(self, cost: float, config: ProbeConfig) -> bool:
+    def wants_probe(self, cost: float, num_missing: int, config: ProbeConfig) -> bool:
         """cost: how much longer than another a round with a probe takes, relatively; what it drafts is not lost, but likely refused."""
-        return self.num_off >= min(max(max(cost, 0.0) / self.share, config.at_least), config.at_most)
+        return num_missing > 0 or self.num_off >= min(max(max(cost, 0.0) / self.share, config.at_least), config.at_most)
 
     def wants_reference(self, gain: float, config: ProbeConfig) -> bool:
         return self.num_drafting >= config.reference_every * (1 if gain < config.small_gain else 4)
@@ -81,7 +88,7 @@ class ProbeState:
     def looked_without(self) -> ProbeState:
         return replace(self, num_drafting=0)
 
-    def chosen(self, batch: int, config: ProbeConfig) -> list[int]:
+    def chosen(self, batch: int, num_missing: int, config: ProbeConfig) -> list[int]:
         """Whom a probe drafts for."""
-        wanted = max(config.num_requests, round(config.batch_share * batch))
+        wanted = max(config.num_requests, round(config.batch_share * batch), num_missing)
         return [(self.turn + i) % batch for i in range(min(wanted, batch))]

@@ -106,9 +106,9 @@ def accept_by_depth(forecast: Forecast, lengths: Ints) -> tuple[float, ...]:
     return tuple(means)
 
 
-def probe_lengths(probing: ProbeState, limits: Ints, config: ProbeConfig) -> Ints:
+def probe_lengths(probing: ProbeState, limits: Ints, num_missing: int, config: ProbeConfig) -> Ints:
     """[B]: a few requests draft a little; all 0 if these have no room for it."""
     lengths = np.zeros_like(limits)
-    chosen = probing.chosen(len(limits), config)
+    chosen = probing.chosen(len(limits), num_missing, config)
     lengths[chosen] = np.minimum(limits[chosen], config.length)
     return lengths

@@ -51,8 +51,9 @@ class ThroughputBudget:
             if probing.wants_reference(best.gain, probes):
                 return self._budget(signals, valued(forecast, costs, nothing, context), "reference"), probing.looked_without()
             return self._budget(signals, best, "best"), probing.drafted(signals.num_rounds, probes)
-        probe = valued(forecast, costs, probe_lengths(probing, limits, probes), context)
-        if probing.wants_probe(probe.round_s / probe.plain_s - 1.0, probes) and probe.lengths.any():
+        missing = probes.missing(forecast.num_asked)
+        probe = valued(forecast, costs, probe_lengths(probing, limits, missing, probes), context)
+        if probing.wants_probe(probe.round_s / probe.plain_s - 1.0, missing, probes) and probe.lengths.any():
             return self._budget(signals, probe, "probe"), probing.probed(int((probe.lengths > 0).sum()), probes)
         return self._budget(signals, valued(forecast, costs, nothing, context), "off"), probing.stayed_off(signals.num_rounds)
 

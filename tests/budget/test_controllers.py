@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import typing
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from rollout_spec.session import parse_budget
 from rollout_spec.simulate.world import CPU, GPU, CostCurve
 
 
-def forecast(accept: np.ndarray, *, entropies: float = 1.0, epoch: int = 0) -> Forecast:
+def forecast(accept: np.ndarray, *, entropies: float = 1.0, epoch: int = 0, num_asked: float = math.inf) -> Forecast:
     depth = accept.shape[1]
     return Forecast(
         accept=accept,
@@ -35,6 +36,7 @@ def forecast(accept: np.ndarray, *, entropies: float = 1.0, epoch: int = 0) -> F
         entropies=np.full(len(accept), entropies),
         epoch=epoch,
         num_observed=1e6,
+        num_asked=num_asked,
     )
 
 
@@ -115,7 +117,7 @@ def test_no_sampled_token_can_reach_a_controller() -> None:
             todo += [hint] if dataclasses.is_dataclass(hint) else []
     assert seen == {
         *("remaining", "context_lengths", "request_ids", "forecast", "costs", "num_rounds"),
-        *("accept", "steps", "nodes", "spread", "entropies", "epoch", "num_observed"),
+        *("accept", "steps", "nodes", "spread", "entropies", "epoch", "num_observed", "num_asked"),
         *("rest", "draft", "speed", "measured"),
     }
 
@@ -174,6 +176,18 @@ def test_an_off_drafter_is_probed_ever_more_rarely_and_at_once_after_news() -> N
     assert 1000 in probes
 
 
+@pytest.mark.parametrize("controller", [ThroughputBudget(), EntropyBudget()])
+def test_new_weights_are_looked_at_whatever_is_expected_of_the_drafter(controller: BudgetController) -> None:
+    costs, state, drafted = measured(CPU, 12), None, []
+    for _ in range(20):
+        _, state = controller.decide(signals(np.full((12, 16), 0.05), costs), state)
+    for _ in range(6):
+        budget, state = controller.decide(signals(np.full((12, 16), 0.05), costs, num_asked=float(sum(drafted))), state)
+        drafted.append(int((budget.draft_lengths > 0).sum()))
+        assert budget.max_depth <= 1
+    assert drafted == [12, 12, 8, 0, 0, 0]
+
+
 def test_an_off_drafter_that_became_good_is_used_at_once() -> None:
     costs = measured(CPU, 8)
     auto, state = ThroughputBudget(), None
@@ -200,7 +214,7 @@ def test_probes_take_turns() -> None:
     state = ProbeState().enter(0, 1.0, config)
     seen: list[int] = []
     for _ in range(4):
-        seen += state.chosen(8, config)
+        seen += state.chosen(8, 0, config)
         state = state.probed(2, config)
     assert sorted(seen) == list(range(8))
 

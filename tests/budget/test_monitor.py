@@ -158,6 +158,16 @@ def test_a_policy_that_jumped_away_is_reported_within_20_rounds(batch: int, real
     assert not any(rollout.round(0.25, realised=realised) for _ in range(60))  # it is held to what it was when it was new
 
 
+def test_a_useless_drafter_is_reported_by_the_few_drafts_that_are_still_made() -> None:
+    """After the jump 32 requests are drafted for, and then nobody: what was seen before must not outweigh them."""
+    rollout = Rollout(EntropyMonitor(), batch=4)
+    for _ in range(250):
+        assert not rollout.round(0.41)
+    rollout.monitor.target_updated()
+    rollout.entropies = np.full(4, 5.0)
+    assert any(rollout.round(0.02) for _ in range(8))
+
+
 def test_a_policy_that_learns_slowly_is_reported_too() -> None:
     rollout = Rollout(EntropyMonitor())
     accept, reported = 0.8, 0
