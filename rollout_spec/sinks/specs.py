@@ -58,8 +58,7 @@ def open_telemetry(record: EventSink, specs: Sequence[str], place: SinkPlace, fu
 def _open(kind: str, rest: str, place: SinkPlace) -> EventSink:
     if kind == "prometheus":
         host, port = parse_address(rest)
-        # Beside the runs, not in them: Prometheus looks for files in one folder only.
-        targets = place.folder.absolute().parent / "prometheus" / f"{place.folder.absolute().name}-{place.replica}.json"
+        targets = targets_file(place.folder, place.replica)
         return PrometheusSink(replica=place.replica, drafter=place.drafter, host=host, port=port, targets_file=targets)
     if kind == "tensorboard":
         folder = Path(rest) if rest else place.folder / "tensorboard"
@@ -67,6 +66,21 @@ def _open(kind: str, rest: str, place: SinkPlace) -> EventSink:
     if kind == "wandb":
         return WindowSink(WandbWriter(rest or "rollout_spec", place.folder, place.config, axis=place.axis), axis=place.axis)
     raise ValueError(f"unknown sink {kind!r}: give {SINK_WORDS}")
+
+
+def targets_file(folder: Path, replica: str) -> Path:
+    """Where a replica of the run in ``folder`` says what to scrape. Beside the runs, not in them: Prometheus looks into one folder only."""
+    whole = folder.absolute()
+    return whole.parent / "prometheus" / f"{whole.name}-{replica}.json"
+
+
+def forget_targets(folder: Path) -> None:
+    """Remove what numbered replicas of a run that is over left there: those that were killed could not do it."""
+    name = folder.absolute().name
+    for path in targets_file(folder, "").parent.glob("*.json"):
+        run, _, replica = path.stem.rpartition("-")
+        if run == name and replica.isdecimal():
+            path.unlink(missing_ok=True)
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -1,4 +1,5 @@
-"""Hydra's callback in every ``+rollout_spec=`` group: refuses a wrong configuration before Ray starts, and trains the first drafter."""
+"""Hydra's callback in every ``+rollout_spec=`` group: refuses a wrong configuration before Ray starts, trains the first drafter, and clears
+up after the last rollout."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from rollout_spec.sinks.specs import forget_targets
 from rollout_spec_rl.verl.options import WHERE, RolloutPlan, plan_rollouts
 from rollout_spec_rl.verl.patches import check_version
 from rollout_spec_rl.verl.replica import as_mapping
@@ -42,6 +44,12 @@ class CheckConfig(Callback):
             plan_rollouts(as_mapping(config.actor_rollout_ref.rollout))
         except ValueError as error:
             raise SystemExit(f"rollout_spec: {error}") from None
+
+    def on_job_end(self, config: DictConfig, **_: Any) -> None:
+        """The replicas are over, and Ray did not ask them to end."""
+        events = plan_rollouts(as_mapping(config.actor_rollout_ref.rollout)).options.events
+        if events is not None:
+            forget_targets(Path(events))
 
 
 class CheckVllmConfig(Callback):

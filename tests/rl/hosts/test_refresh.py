@@ -116,7 +116,14 @@ def test_the_first_drafter_is_there_before_the_job(tiny_policy: Path, tmp_path: 
     assert (custom["refresh_before_rl"], custom["drafter_dir"]) == (False, "kept/drafters")
     assert "train 1/" in done.stderr or "steps from step 0" in " ".join(done.stderr.split())
 
-    again = run_job(tmp_path, *overrides)
+    # What a killed replica told Prometheus goes with the job, other runs' stays.
+    found = tmp_path / "prometheus"
+    found.mkdir()
+    for name in ("run-0", "run-13", "run-later-0", "another-0"):
+        (found / f"{name}.json").write_text("[]")
+    again = run_job(tmp_path, *overrides, f"+{ours}.events={tmp_path / 'run'}")
+    assert sorted(path.stem for path in found.iterdir()) == ["another-0", "run-later-0"]
+    custom["events"] = str(tmp_path / "run")
     assert json.loads(again.stdout.split("CUSTOM ")[1]) == custom
     assert "drafter from" in " ".join(again.stderr.split())
 
