@@ -18,9 +18,18 @@ export RAY_USAGE_STATS_ENABLED=0
 
 if [ -z "$DASHBOARD" ]; then
   DASHBOARD="http://127.0.0.1:$DASHBOARD_PORT"
-  # Processors and GPUs are places in verl's schedule: one for the trainer, one a replica.
-  trap '"${ray[@]}" stop --grace-period 5 >/dev/null' EXIT
-  "${ray[@]}" start --head --num-cpus=32 --num-gpus=3 --port="$PORT" --dashboard-port="$DASHBOARD_PORT" --disable-usage-stats
+  # Newer versions of Ray guard a cluster that they start with a token; this one's is its own.
+  RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$("$python" -c 'import secrets; print(secrets.token_hex(32))')}"
+  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+  # Processors and GPUs are places in verl's schedule: one for the trainer, one a replica. With --block the cluster is a child of this
+  # script and ends with it; `ray stop` would end every cluster of this user.
+  "${ray[@]}" start --head --block --num-cpus=32 --num-gpus=3 --port="$PORT" --dashboard-port="$DASHBOARD_PORT" --disable-usage-stats &
+  head=$!
+  trap 'kill "$head" 2>/dev/null; wait "$head" || true' EXIT
+  until (exec 3<>"/dev/tcp/127.0.0.1/$DASHBOARD_PORT") 2>/dev/null; do
+    kill -0 "$head" 2>/dev/null || { echo "Ray did not start; its messages are above" >&2; exit 1; }
+    sleep 0.5
+  done
 fi
 
 environment="$("$python" -c 'import json, sys; print(json.dumps({"env_vars": dict(pair.split("=", 1) for pair in sys.argv[1:])}))' \

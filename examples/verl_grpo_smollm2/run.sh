@@ -9,19 +9,13 @@
 # it is kept by the checksum of the policy, so the next run finds it.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-: "${RUN:=runs/verl_grpo_smollm2}" "${SPEC:=mtp}" "${DRAFTER:=}"
+: "${RUN:=runs/verl_grpo_smollm2}" "${SPEC:=mtp}"
 # In synchronous mode the actor and the engine take turns, so each may have all cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc)}"
 source "$here/../grpo.sh"
 [ -d "$run/data/model" ] || "$python" "$here/prepare.py" "$run/data"
 
-custom=actor_rollout_ref.rollout.custom.rollout_spec
-drafter=()
-if [ "$SPEC" = mtp ] && [ -n "$DRAFTER" ]; then
-  drafter=("$custom.drafter=$(cd "$DRAFTER" && pwd)")
-elif [ "$SPEC" = mtp ]; then
-  drafter=("+$custom.refresh_before_rl=true" "+$custom.drafter_config=$here/../../configs/drafter/mtp_smollm2.yaml")
-fi
+drafter_of "$here/../../configs/drafter/mtp_smollm2.yaml"
 
 grpo verl.trainer.main_ppo \
   trainer.total_training_steps=24 data.seed=1 algorithm.rollout_correction.rollout_is=token \
@@ -30,5 +24,5 @@ grpo verl.trainer.main_ppo \
   actor_rollout_ref.actor.optim.lr=5e-6 \
   actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 \
   reward.custom_reward_function.path="$here/reward.py" \
-  "+$custom.threads=$OMP_NUM_THREADS" \
+  "+actor_rollout_ref.rollout.custom.rollout_spec.threads=$OMP_NUM_THREADS" \
   ${drafter[@]+"${drafter[@]}"} "$@"

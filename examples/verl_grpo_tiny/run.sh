@@ -4,6 +4,7 @@
 #   examples/verl_grpo_tiny/run.sh [hydra overrides]        # e.g. trainer.total_training_steps=40
 #   SPEC=vllm_suffix examples/verl_grpo_tiny/run.sh         # rollouts by vLLM
 #   MODE=fully_async examples/verl_grpo_tiny/run.sh         # or colocate_async, separate_async; default sync
+#   SPEC=mtp examples/verl_grpo_tiny/run.sh                 # trains an MTP head on this policy and these prompts first, in seconds
 #
 # RUN (default runs/verl_grpo_tiny), PYTHON and SPEC (default suffix) as in examples/grpo.sh. The model and prompts are made by prepare.py.
 set -euo pipefail
@@ -39,10 +40,12 @@ case "$MODE" in
     ;;
 esac
 
+drafter_of "$here/drafter.yaml"
+
 grpo "$trainer" \
   data.max_prompt_length=64 data.max_response_length=32 \
   actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \
   actor_rollout_ref.actor.optim.lr=1e-3 \
   actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16 \
   reward.custom_reward_function.path="$here/reward.py" \
-  ${vllm[@]+"${vllm[@]}"} "${mode[@]}" "$@"
+  ${drafter[@]+"${drafter[@]}"} ${vllm[@]+"${vllm[@]}"} "${mode[@]}" "$@"

@@ -212,24 +212,37 @@ def test_a_rollout_process_is_killed_in_the_middle_of_a_step(repository_root: Pa
 
 @pytest.mark.slow
 def test_a_killed_trainer_resumes_from_its_checkpoint(repository_root: Path, tmp_path: Path) -> None:
-    """The same steps as a run that nobody killed: policy and versions come back."""
+    """The same steps as a run that nobody killed: policy and versions come back, and the drafter that was refreshed meanwhile."""
+    ours = "actor_rollout_ref.rollout.custom.rollout_spec"
     common = (
         "trainer.total_training_steps=4",
         "trainer.save_freq=2",
         "trainer.resume_mode=auto",
         "data.seed=1",
-        "+actor_rollout_ref.rollout.custom.rollout_spec.seed=1",
+        f"+{ours}.seed=1",
+        f"+{ours}.budget=fixed:3",
+        # A head that is trained before the first step, and then with every version.
+        f"+{ours}.drafter_cache={tmp_path}/cache",
+        f"+{ours}.refresh_every=1",
+        f"+{ours}.refresh_steps=8",
+        f"+{ours}.refresh_lr=3e-3",
     )
     whole, run = tmp_path / "whole", tmp_path / "run"
-    train(repository_root, whole, *common, f"trainer.rollout_data_dir={whole}/samples")
-    started = start(repository_root, run, *common, f"trainer.rollout_data_dir={run}/samples")
+    steps = train(repository_root, whole, *common, f"trainer.rollout_data_dir={whole}/samples", spec="mtp")
+    assert sum(step["rollout_spec/drafter_refreshes"] for step in steps) >= 3
+    assert all(step["rollout/spec_accept_rate"] > 0.03 for step in steps)
+    started = start(repository_root, run, *common, f"trainer.rollout_data_dir={run}/samples", spec="mtp")
     wait_for_step(started, run, 3)
     for process in [psutil.Process(started.pid), *family(started)]:
         process.kill()
     started.wait()
     # Of what died, step 3 was not saved: it is done again.
+    before = steps_of(run)
+    assert before[1]["rollout_spec/drafter_version"] > 0
     (run / "metrics.jsonl").rename(run / "first.jsonl")
-    steps = train(repository_root, run, *common, f"trainer.rollout_data_dir={run}/samples")
+    steps = train(repository_root, run, *common, f"trainer.rollout_data_dir={run}/samples", spec="mtp")
     assert [step["training/global_step"] for step in steps] == [3, 4]
     assert [step["rollout_spec/policy_version"] for step in steps] == [3, 4]
+    assert steps[0]["rollout_spec/drafter_version"] >= before[1]["rollout_spec/drafter_version"]
+    # A seeded answer is the same whatever drafts it.
     assert samples(run / "samples") == samples(whole / "samples")
