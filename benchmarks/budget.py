@@ -3,11 +3,12 @@
     python benchmarks/budget.py --drafters suffix,runs/mtp/drafter --out runs/budget.json [--batch-sizes 1,4,16,32]
         [--temperatures .3,1,1.3] [--lengths 0,1,2,4,8] [--seconds 50]
 
-A cell is a drafter, a temperature and a batch size. In it one engine for each fixed length and one under ``auto`` run the same prompts, and
-take turns: one round each, then the next. A shared machine that is slow for a while is slow for all of them alike, and tokens over seconds
-of interleaved rounds can be compared where two runs one after the other could not. Requests ignore the end of sequence, so that every
-round is of the full batch. Rounds before ``auto`` and the caches have settled are not counted; what ``auto`` learns in a cell it keeps for
-the next of the same drafter and batch size, as an engine would that serves on. Long drafts at large batches run in every third turn only.
+A cell is a drafter, a temperature and a batch size. In it one engine for each fixed length and one under ``auto`` take turns: one round
+each, then the next, on the same prompts with the same seeds, so that all sample the same tokens and differ in nothing but the budget.
+Seconds are divided by the pace of their turn (the median over the engines of seconds over the engine's own median): a shared machine that
+is slow for a while is slow for all. Requests ignore the end of sequence, so that every round is of the full batch. Rounds before ``auto``
+and the caches have settled are not counted; what ``auto`` learns in a cell it keeps for the next of the same drafter and batch size, as an
+engine would that serves on. Long drafts at large batches run in every third turn only. Intervals are 95 % of a bootstrap over turns.
 
 The script stops after --seconds and goes on where it was when started again; a cell that was interrupted is begun anew.
 """
@@ -19,10 +20,13 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from paired import NUM_RESAMPLES, Interval
 
 from rollout_spec.bench import machine
 from rollout_spec.budget import FixedBudget
@@ -32,14 +36,14 @@ from rollout_spec.engine.request import Request
 from rollout_spec.events import Event, RoundEvent
 from rollout_spec.job import write_text
 from rollout_spec.pilot import BudgetPilot
-from rollout_spec.prompts import Prompt
 from rollout_spec.sampling import SamplingParams
 from rollout_spec.session import Session, drafter_factory, open_session
 from rollout_spec_rl.compose import COMPOSITION
 
 AUTO = "auto"
 WARM_TURNS = 12
-TURNS = {1: 60, 4: 45, 16: 21, 32: 15}  # counted, by batch size
+TURNS = {1: 210, 4: 120, 16: 60, 32: 42}  # counted, by batch size
+LONGEST_RELATIVE = 3.0
 RARE_FROM, RARE_LENGTH, RARE_EVERY = 16, 4, 3  # batches from, and lengths from, which a variant runs in every third turn
 
 
@@ -75,22 +79,49 @@ class Variant:
     name: str
     engine: Engine
     rounds: Rounds
-    counted: list[tuple[int, float]] = field(default_factory=list)  # tokens and seconds of each
+    turns: list[tuple[int, int, float]] = field(default_factory=list)  # counted ones: their number, tokens, seconds
 
-    def turn(self, *, counted: bool) -> None:
+    def turn(self, number: int) -> None:
+        """One round; turns before number 0 are not counted."""
         before = len(self.rounds.events)
         began = time.perf_counter()
         self.engine.step()
         seconds = time.perf_counter() - began
-        if counted:
-            self.counted.append((sum(event.num_emitted_tokens for event in self.rounds.events[before:]), seconds))
+        if number >= 0:
+            self.turns.append((number, sum(event.num_emitted_tokens for event in self.rounds.events[before:]), seconds))
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens over seconds, a round that took more than three times the median left out: the machine was elsewhere."""
-        limit = 3.0 * statistics.median(seconds for _, seconds in self.counted)
-        kept = [(tokens, seconds) for tokens, seconds in self.counted if seconds <= limit]
-        return sum(tokens for tokens, _ in kept) / math.fsum(seconds for _, seconds in kept)
+
+class Sums:
+    """Tokens and seconds at the machine's usual pace, [variants, turns]; zero where a variant had no turn."""
+
+    def __init__(self, turns_of: Mapping[str, Sequence[tuple[int, int, float]]]) -> None:
+        self._names = list(turns_of)
+        num_turns = 1 + max(number for turns in turns_of.values() for number, _, _ in turns)
+        self._tokens = np.zeros((len(turns_of), num_turns))
+        relative = np.full((len(turns_of), num_turns), np.nan)
+        usual = np.array([statistics.median(seconds for _, _, seconds in turns) for turns in turns_of.values()])
+        for row, turns in enumerate(turns_of.values()):
+            for number, tokens, seconds in turns:
+                self._tokens[row, number] = tokens
+                relative[row, number] = seconds / usual[row]
+        relative /= np.nanmedian(relative, axis=0)
+        # Where one engine alone took three times its usual time, the machine was elsewhere.
+        self._seconds = np.nan_to_num(np.minimum(relative, LONGEST_RELATIVE) * usual[:, None])
+
+    def speeds(self) -> dict[str, float]:
+        """Tokens a second by variant."""
+        return dict(zip(self._names, (self._tokens.sum(1) / self._seconds.sum(1)).tolist(), strict=True))
+
+    def ratio(self, name: str, baseline: str) -> Interval:
+        """Of two variants' tokens a second."""
+        generator = np.random.default_rng(0)
+        drawn = generator.integers(self._tokens.shape[1], size=(NUM_RESAMPLES, self._tokens.shape[1]))
+        pair = [self._names.index(name), self._names.index(baseline)]
+        tokens, seconds = self._tokens[pair], self._seconds[pair]
+        speeds = tokens[:, drawn].sum(2) / seconds[:, drawn].sum(2)
+        low, high = np.quantile(speeds[0] / speeds[1], (0.025, 0.975))
+        whole = tokens.sum(1) / seconds.sum(1)
+        return Interval(value=float(whole[0] / whole[1]), low=float(low), high=float(high))
 
 
 class Study:
@@ -111,14 +142,14 @@ class Study:
         for turn in range(-WARM_TURNS, TURNS[cell.batch_size]):
             for variant in variants:
                 if variant.name == AUTO or turn % self._every(cell, variant.name) == 0:
-                    variant.turn(counted=turn >= 0)
+                    variant.turn(turn)
         return self._result(cell, variants)
 
     def _every(self, cell: Cell, name: str) -> int:
         return RARE_EVERY if cell.batch_size >= RARE_FROM and int(name.partition(":")[2]) >= RARE_LENGTH else 1
 
     def _variant(self, cell: Cell, name: str, pilot: BudgetPilot) -> Variant:
-        make = drafter_factory(COMPOSITION, self._session.loaded, scheme=None, seeded=False, tree_width=(1,))
+        make = drafter_factory(COMPOSITION, self._session.loaded, scheme=None, seeded=True, tree_width=(1,))
         rounds = Rounds()
         engine = Engine(
             self._session.runner,
@@ -128,20 +159,23 @@ class Study:
             sink=rounds,
         )
         for index in range(cell.batch_size):
-            engine.add(self._request(self._session.prompts[index % len(self._session.prompts)], cell.temperature))
+            engine.add(self._request(index, cell.temperature))
         return Variant(name=name, engine=engine, rounds=rounds)
 
-    def _request(self, prompt: Prompt, temperature: float) -> Request:
+    def _request(self, index: int, temperature: float) -> Request:
+        prompt = self._session.prompts[index % len(self._session.prompts)]
         return Request(
             prompt_token_ids=prompt.token_ids,
             max_new_tokens=self._max_new_tokens,
             sampling=SamplingParams(temperature=temperature),
+            seed=index,
             ignore_eos=True,
             prompt_key=prompt.prompt_id,
         )
 
     def _result(self, cell: Cell, variants: Sequence[Variant]) -> dict[str, Any]:
-        speeds = {variant.name: variant.tokens_per_s for variant in variants}
+        sums = Sums({variant.name: variant.turns for variant in variants})
+        speeds = sums.speeds()
         fixed = {name: speed for name, speed in speeds.items() if name != AUTO}
         best = max(fixed, key=lambda name: fixed[name])
         events = variants[-1].rounds.events[-TURNS[cell.batch_size] :]
@@ -153,8 +187,8 @@ class Study:
             "batch_size": cell.batch_size,
             "tokens_per_s": speeds,
             "best_fixed": best,
-            "auto_to_best_fixed": speeds[AUTO] / fixed[best],
-            "auto_to_off": speeds[AUTO] / speeds["fixed:0"],
+            "auto_to_best_fixed": asdict(sums.ratio(AUTO, best)),
+            "auto_to_off": asdict(sums.ratio(AUTO, "fixed:0")),
             "mean_entropy": _mean([event.mean_entropy for event in events]),
             "auto_drafted": _mean([event.num_draft_tokens / event.num_requests for event in events]),
             "budget_share": math.fsum(event.budget_s for event in events) / taken,
@@ -175,7 +209,10 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     for row in results:
         cell = Cell(drafter=row["drafter"], temperature=row["temperature"], batch_size=row["batch_size"])
         speeds = " | ".join(f"{row['tokens_per_s'][name]:.0f}" for name in names)
-        ratios = f"{row['auto_to_best_fixed']:.2f} ({row['best_fixed']}) | {row['auto_to_off']:.2f}"
+        best, off = (
+            f"{row[key]['value']:.3f} ({row[key]['low']:.2f}–{row[key]['high']:.2f})" for key in ("auto_to_best_fixed", "auto_to_off")
+        )
+        ratios = f"{row['best_fixed']}: {best} | {off}"
         lines.append(f"| {cell.key} | {row['mean_entropy']:.1f} | {speeds} | {ratios} |")
     return "\n".join(lines)
 
@@ -222,7 +259,10 @@ def main() -> None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         write_text(given.out, json.dumps(held, indent=2) + "\n")
         row = held["results"][cell.key]
-        print(f"{cell.key}: {row['auto_to_best_fixed']:.3f} of {row['best_fixed']}, {row['auto_to_off']:.3f} of off", flush=True)
+        print(
+            f"{cell.key}: {row['auto_to_best_fixed']['value']:.3f} of {row['best_fixed']}, {row['auto_to_off']['value']:.3f} of off",
+            flush=True,
+        )
     print(table([held["results"][cell.key] for cell in cells if cell.key in held["results"]]))
 
 
