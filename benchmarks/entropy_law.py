@@ -60,28 +60,30 @@ class Seen:
 class WatchedMonitor(EntropyMonitor):
     """The engine's own, with a record of every round."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
+        self.depth = depth
         self.seen: list[Seen] = []
         self.cycle, self.temperature = 0, 1.0
 
     def observe(self, outcome: RoundOutcome, expected: Forecast | None = None) -> bool:
         assert expected is not None
-        depth = outcome.accept_probs.shape[1]
+        accept = outcome.accept_probs  # shallower where all requests are about to end
+        missing = np.full((len(accept), self.depth - accept.shape[1]), np.nan)
         self.seen.append(
             Seen(
                 cycle=self.cycle,
                 temperature=self.temperature,
-                entropies=outcome.entropies[:, :depth],
-                expected=expected.accept[:, :depth],
-                accept_probs=outcome.accept_probs,
+                entropies=np.hstack([outcome.entropies[:, : accept.shape[1]], missing]),
+                expected=expected.accept[:, : self.depth],
+                accept_probs=np.hstack([accept, missing]),
             )
         )
         return super().observe(outcome, expected)
 
 
 def roll_out(options: argparse.Namespace) -> list[Seen]:
-    loaded, ops, monitor = load_model(MODEL), make_ops(), WatchedMonitor()
+    loaded, ops, monitor = load_model(MODEL), make_ops(), WatchedMonitor(options.length)
     prompts = load_prompts(options.prompts, loaded.tokenizer)
     engine = Engine(
         make_runner(loaded.module, max_context=512, ops=ops),

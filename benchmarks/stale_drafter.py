@@ -1,6 +1,6 @@
 """How soon a drafter is called stale when the policy jumps away from it, and what the budget makes of it.
 
-    python benchmarks/stale_drafter.py --drafter runs/mtp/drafter --json FILE [--batch 4] [--steps 24] [--lr 5e-4]
+    python benchmarks/stale_drafter.py --drafter runs/mtp/drafter --json FILE [--batch 8] [--steps 24] [--lr 1e-2]
 
 Rollouts of gsm_symbolic with budget auto; in the middle of a wave of requests the policy's weights are replaced by those after some steps
 of fine-tuning on other text (HumanEval's problems and solutions) at a large learning rate, while the drafter stays what it was.
@@ -106,9 +106,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafter", required=True)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     result = run(options)

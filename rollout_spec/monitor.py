@@ -26,6 +26,7 @@ Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _NEW_TOKENS = 16.0  # that a new request's entropy is taken for the batch's
+_LEAST_BETWEEN = 0.005  # variance of requests' mean acceptance, where they were not seen to differ
 _ENTROPY_ROUNDS = 6.0  # tokens a request that the batch's mean entropy remembers
 
 
@@ -66,8 +67,9 @@ class EntropyMonitor:
         self._requests = RequestRows()
         # Faded sums over observations, by depth: weight, α, H.
         self._n, self._y, self._x = np.zeros((3, depth))
-        # For the slope, faded sums over first depths: number, H, α, H², α H, squared error of H; H the batch's.
+        # For the slope, faded sums over first depths since weights changed: number, H, α, H², α H, squared error of H; H the batch's.
         self._regression = [0.0] * 6
+        self._earlier = (0.0, 0.0)  # what came of them before: variance of H and its covariance with α, both times their number
         # Faded sums by depth over requests that were asked: walks that got there and those that found a node; askings and nodes.
         self._reached, self._found, self._asked, self._nodes = np.zeros((4, depth))
         self._entropy_sum = self._entropy_squares = self._entropy_weight = 0.0  # of all emitted positions
@@ -166,6 +168,8 @@ class EntropyMonitor:
             sums *= kept
         self._requests.values[:, (RequestRows.RESIDUAL, RequestRows.COUNT)] *= kept
         self._requests.values[:, RequestRows.SEEN] = 0.0
+        variance, covariance = self._moments()
+        self._earlier, self._regression = (kept * variance, kept * covariance), [0.0] * 6
         self._num_asked = 0.0
         self._below.clear()
         self._above.clear()
@@ -216,17 +220,26 @@ class EntropyMonitor:
         """How first acceptance moves with the batch's entropy, over rounds: the sums of a regression that jumps leave alone.
 
         A request's own entropy is too noisy a regressor: errors flatten a slope. They do so to the batch's, too; what they add to its
-        variance is summed as well, and taken off.
+        variance is summed as well, and taken off. Only what happens under the same weights counts: an update changes entropy and
+        acceptance together, and a slope through both sides of it would explain a drafter that the policy left behind.
         """
         fade = math.exp(-count / self.config.law_memory)
         new = (count, count * entropy, accept, count * entropy * entropy, accept * entropy, count * self._entropy_error())
         self._regression = [held * fade + more for held, more in zip(self._regression, new, strict=True)]
 
     def _slope(self) -> float:
-        number, x, y, xx, xy, error = self._regression
-        variance, covariance = (xx - x * x / number, xy - x * y / number) if number > 0 else (0.0, 0.0)
+        variance, covariance = self._moments()
         weight, prior = self.config.slope_weight, self.config.prior_slope
-        return min((weight * prior + covariance) / (weight + max(variance - error, 0.0)), 0.0)
+        return min((weight * prior + covariance) / (weight + variance), 0.0)
+
+    def _moments(self) -> tuple[float, float]:
+        """Variance of H within spans of the same weights, and its covariance with α, both times the number of observations."""
+        number, x, y, xx, xy, error = self._regression
+        variance, covariance = self._earlier
+        if number > 0:
+            variance += max(xx - x * x / number - error, 0.0)
+            covariance += xy - x * y / number
+        return variance, covariance
 
     def _entropy_error(self) -> float:
         """Squared standard error of ``mean_entropy``, nats²."""
@@ -338,11 +351,12 @@ class EntropyMonitor:
         if not count:
             return
         # Requests differ, too: those of now may be others than those of then.
-        noise = 0.25
+        within, between = 0.25, _LEAST_BETWEEN
         if self._pairs > 1.0:
-            noise = (self._variance + own.judged_per_request * max(self._covariance, 0.0)) / self._pairs
+            within, between = self._variance / self._pairs, max(self._covariance / self._pairs, _LEAST_BETWEEN)
         accept, entropy = float(first[chosen].sum()), float(expected.entropies[chosen].sum())
-        self._judge.observe(count, accept, entropy, slope=self._coefficients[1], noise=noise)
+        requests = float((chosen & (seen_before == 0)).sum())
+        self._judge.observe(count, accept, entropy, requests, slope=self._coefficients[1], within=within, between=between)
 
     # Kept between runs
 
@@ -352,6 +366,7 @@ class EntropyMonitor:
         "_entropy_squares",
         "_entropy_weight",
         "_regression",
+        "_earlier",
         "_squares",
         "_square_weight",
         "_covariance",

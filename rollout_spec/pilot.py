@@ -21,7 +21,7 @@ from rollout_spec.events import BudgetEvent, DrafterStaleEvent, Event
 from rollout_spec.monitor import EntropyMonitor
 from rollout_spec.rounds_seen import Forecast, RoundOutcome
 
-_FORMAT = 1
+_FORMAT = 2
 _HOLD_ROUNDS = 4  # that a decision stands for
 _EVENT_EVERY = 64  # rounds, when nothing changes
 

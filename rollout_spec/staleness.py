@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 _KEPT = 0.02  # of what the drafter was judged by, after the policy's weights changed
-_SURE = 3.5  # standard errors: every round is a look
+_SURE = 3.0  # standard errors
 _LEAST = 0.06  # acceptance that must be missing: of next to nothing, half is nothing either
 _FIRST_LOOK = 96.0  # observations of new drafter weights before anything is said about them
 _FEW = 8.0  # observations that say nothing yet
+_NOTHING = (0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +39,28 @@ class StaleJudge:
     def __init__(self, config: StaleConfig | None = None) -> None:
         self.config = StaleConfig() if config is None else config
         self.stale = False
-        self._now = self._reference = (0.0, 0.0, 0.0)  # number of observations, sum of acceptance, sum of entropies
+        self._now = self._reference = _NOTHING  # number of observations, sums of acceptance and of entropies, number of requests
         self._is_new = True  # the drafter's weights: no update of the policy's came after enough was seen of them
 
-    def observe(self, number: float, accept: float, entropy: float, *, slope: float, noise: float) -> None:
-        """Sums over a round's observations; slope of acceptance over entropy, and the variance of one observation (with its request's)."""
+    def observe(
+        self, number: float, accept: float, entropy: float, requests: float, *, slope: float, within: float, between: float
+    ) -> None:
+        """Sums over a round's observations, and of how many requests they are the first; slope of acceptance over entropy.
+
+        within: variance of a request's observations; between: of requests' means.
+        """
         fade = math.exp(-number / self.config.memory)
         held = self._now
-        self._now = (held[0] * fade + number, held[1] * fade + accept, held[2] * fade + entropy)
+        # Old observations fade; a request that is observed for long is one request still.
+        self._now = (held[0] * fade + number, held[1] * fade + accept, held[2] * fade + entropy, held[3] + requests)
         if self._is_new and self._reference[0] < self.config.reference_size:
-            self._reference = (self._reference[0] + number, self._reference[1] + accept, self._reference[2] + entropy)
-        self._judge(slope, noise)
+            known = self._reference
+            self._reference = (known[0] + number, known[1] + accept, known[2] + entropy, known[3] + requests)
+        self._judge(slope, within, between)
 
     def reference_at(self, entropy: float, slope: float) -> float:
         """Acceptance that new weights had, carried to this entropy; NaN until enough was seen of them."""
-        number, accept, pivot = self._reference
+        number, accept, pivot, _ = self._reference
         if number < _FIRST_LOOK:
             return math.nan
         return min(max(accept / number + slope * (entropy - pivot / number), 0.02), 0.995)
@@ -60,22 +68,24 @@ class StaleJudge:
     def target_updated(self) -> None:
         """The policy's weights changed: the reference is complete, or still to be begun."""
         self._is_new = self._is_new and self._reference[0] < _FIRST_LOOK
-        self._now = (self._now[0] * _KEPT, self._now[1] * _KEPT, self._now[2] * _KEPT)
+        number, accept, entropy, requests = self._now
+        self._now = (number * _KEPT, accept * _KEPT, entropy * _KEPT, requests * _KEPT)
 
     def drafter_updated(self) -> None:
         """Other drafter weights: everything begins anew."""
-        self._now = self._reference = (0.0, 0.0, 0.0)
+        self._now = self._reference = _NOTHING
         self._is_new, self.stale = True, False
 
-    def _judge(self, slope: float, noise: float) -> None:
-        number, accept, entropy = self._now
+    def _judge(self, slope: float, within: float, between: float) -> None:
+        number, accept, entropy, requests = self._now
         if self._reference[0] < _FIRST_LOOK or number < _FEW:
             return
         reference = self.reference_at(entropy / number, slope)
         # The farther the entropy has moved since, the less the slope is to be relied on.
         doubt = self.config.slope_doubt * abs(entropy / number - self._reference[2] / self._reference[0])
         now = accept / number + doubt
-        error = math.sqrt(noise / number + noise / self._reference[0])
+        then, _, _, requests_then = self._reference
+        error = math.sqrt(within / number + within / then + between / max(requests, 1.0) + between / max(requests_then, 1.0))
         if self.stale:
             self.stale = now < self.config.fresh_above * reference
         else:
@@ -87,10 +97,10 @@ class StaleJudge:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what ``state_dict`` gave. KeyError, TypeError or ValueError if it is something else."""
-        self._now, self._reference = _triple(state["now"]), _triple(state["reference"])
+        self._now, self._reference = _four(state["now"]), _four(state["reference"])
         self.stale, self._is_new = bool(state["stale"]), bool(state["is_new"])
 
 
-def _triple(values: Sequence[float]) -> tuple[float, float, float]:
-    first, second, third = values
-    return float(first), float(second), float(third)
+def _four(values: Sequence[float]) -> tuple[float, float, float, float]:
+    first, second, third, fourth = values
+    return float(first), float(second), float(third), float(fourth)

@@ -22,18 +22,21 @@ if [ -z "$DASHBOARD" ]; then
   RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$("$python" -c 'import secrets; print(secrets.token_hex(32))')}"
   export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
   # Processors and GPUs are places in verl's schedule: one for the trainer, one a replica. With --block the cluster is a child of this
-  # script and ends with it; `ray stop` would end every cluster of this user.
-  "${ray[@]}" start --head --block --num-cpus=32 --num-gpus=3 --port="$PORT" --dashboard-port="$DASHBOARD_PORT" --disable-usage-stats &
+  # script and ends with it; `ray stop` would end every cluster of this user. In a folder of its own no other program takes it for its.
+  folder="$(mktemp -d -t ray.XXXXXX)"
+  "${ray[@]}" start --head --block --temp-dir="$folder" --num-cpus=32 --num-gpus=3 --port="$PORT" --dashboard-port="$DASHBOARD_PORT" --disable-usage-stats &
   head=$!
-  trap 'kill "$head" 2>/dev/null; wait "$head" || true' EXIT
+  trap 'kill "$head" 2>/dev/null; wait "$head" || true; rm -rf "$folder"' EXIT
   until (exec 3<>"/dev/tcp/127.0.0.1/$DASHBOARD_PORT") 2>/dev/null; do
     kill -0 "$head" 2>/dev/null || { echo "Ray did not start; its messages are above" >&2; exit 1; }
     sleep 0.5
   done
 fi
 
+# The workers are children of the cluster, not of the job: what examples/grpo.sh exports for them goes along.
 environment="$("$python" -c 'import json, sys; print(json.dumps({"env_vars": dict(pair.split("=", 1) for pair in sys.argv[1:])}))' \
-  "RUN=$RUN" "SPEC=$SPEC" "PYTHON=$python" MODE=separate_async)"
+  "RUN=$RUN" "SPEC=$SPEC" "PYTHON=$python" MODE=separate_async "VERL_FILE_LOGGER_PATH=$RUN/metrics.jsonl" \
+  HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}")"
 "${ray[@]}" job submit --address "$DASHBOARD" --runtime-env-json "$environment" -- \
   "$here/../verl_grpo_tiny/run.sh" actor_rollout_ref.rollout.n_gpus_per_node=2 ray_kwargs.ray_init.num_cpus=null \
   ray_kwargs.ray_init.num_gpus=null "$@"

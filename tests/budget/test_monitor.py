@@ -159,13 +159,25 @@ def test_a_policy_that_jumped_away_is_reported_within_20_rounds(batch: int, real
 
 
 def test_a_useless_drafter_is_reported_by_the_few_drafts_that_are_still_made() -> None:
-    """After the jump 32 requests are drafted for, and then nobody: what was seen before must not outweigh them."""
-    rollout = Rollout(EntropyMonitor(), batch=4)
-    for _ in range(250):
-        assert not rollout.round(0.41)
+    """After the jump 32 requests are drafted for, and then nobody."""
+    rollout = Rollout(EntropyMonitor())
+    rollout.entropies = np.full(8, 2.5)
+    for _ in range(120):
+        assert not rollout.round(0.45)
     rollout.monitor.target_updated()
-    rollout.entropies = np.full(4, 5.0)
-    assert any(rollout.round(0.02) for _ in range(8))
+    rollout.entropies = np.full(8, 5.0)
+    assert any(rollout.round(0.02) for _ in range(4))
+
+
+def test_an_update_that_changes_entropy_and_acceptance_teaches_no_slope() -> None:
+    """Else the law would explain a drafter that the policy left behind by the entropy that rose at the same time."""
+    rollout = Rollout(EntropyMonitor())
+    for entropy, accept in ((2.5, 0.45), (5.0, 0.02)):
+        rollout.entropies = np.full(8, entropy)
+        for _ in range(100):
+            rollout.round(accept)
+        rollout.monitor.target_updated()
+    assert rollout.monitor.law[1] > -0.06
 
 
 def test_a_policy_that_learns_slowly_is_reported_too() -> None:
