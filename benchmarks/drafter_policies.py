@@ -1,6 +1,6 @@
 """What becomes of a trained drafter when the policy moves: with a frozen head, with a head that follows, and after refreshes of some steps.
 
-    python benchmarks/drafter_policies.py --drafter runs/mtp/drafter --out runs/drafter_policies [--prompts 48] [--tokens 96]
+    python benchmarks/drafter_policies.py --drafter runs/mtp/drafter --out runs/drafter_policies [--arms frozen follow_head] [--prompts 48] [--tokens 96]
 
 The policy is moved by real steps of fine-tuning on other text (HumanEval's problems and solutions): first a few at a small learning rate,
 then some at a large one. Acceptance is that of sampled chains of four under block verification on gsm_symbolic, on prompts that no refresh
@@ -35,6 +35,7 @@ from rollout_spec_mtp.training.protocol import PolicyParts
 from rollout_spec_rl.compose import make_ops
 
 MODEL, DRAFT_LENGTH, TEXT_TOKENS = "smollm2-135m", 4, 128
+ARMS = ("frozen", "follow_head")
 MOVES = (("a little", 8, 2e-5), ("a lot", 8, 1e-4))  # name, steps, learning rate
 
 
@@ -113,7 +114,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     training = load_prompts(f"gsm_symbolic:{options.training_prompts}@20000", loaded.tokenizer)
     moves = moved_policies(other_text(loaded.tokenizer))
     results: dict[str, Any] = {"arms": {}, "refreshes": []}
-    for arm in ("frozen", "follow_head"):
+    for arm in options.arms:
         loaded = load_model(MODEL)
         bench = Bench(loaded, options.drafter, follow_head=arm == "follow_head", record_tokens=options.buffer_tokens)
         rows = [bench.acceptance(held_out, options.tokens)]
@@ -169,6 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafter", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="the last one, follow_head, is refreshed")
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--training-prompts", type=int, default=96)
     parser.add_argument("--tokens", type=int, default=96)
@@ -176,6 +178,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[10, 40, 120])
     parser.add_argument("--lr", type=float, default=5e-4)
     options = parser.parse_args()
+    if options.arms[-1] != "follow_head":
+        parser.error("a refresh needs the head that follows the policy: name follow_head last")
     torch.manual_seed(0)
     results = {"settings": {key: str(value) for key, value in vars(options).items()}, **compare(options)}
     options.out.mkdir(parents=True, exist_ok=True)

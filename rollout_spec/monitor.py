@@ -105,14 +105,12 @@ class EntropyMonitor:
         return self._entropy_sum / self._entropy_weight if self._entropy_weight else math.nan
 
     def first_accept(self) -> tuple[float, float]:
-        """Expected acceptance of a first drafted token at the recent mean entropy: now, and as it was when the drafter's weights were new.
+        """Acceptance of first drafted tokens that the drafter is judged by, and as it was when its weights were new, at the entropy of now.
 
-        The latter is NaN until enough was seen of them.
+        NaN until enough was seen.
         """
         entropy = self.mean_entropy if self._entropy_weight else 0.0
-        intercepts, slope = self._coefficients
-        now = min(max(float(intercepts[0]) + slope * entropy, 0.01), 0.995)
-        return now, self._judge.reference_at(entropy, slope)
+        return self._judge.recent, self._judge.reference_at(entropy, self._coefficients[1])
 
     def forecast(self, request_ids: tuple[str, ...]) -> Forecast:
         """For the next round of these requests, in this order."""

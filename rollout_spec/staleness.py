@@ -58,6 +58,12 @@ class StaleJudge:
             self._reference = (known[0] + number, known[1] + accept, known[2] + entropy, known[3] + requests)
         self._judge(slope, within, between)
 
+    @property
+    def recent(self) -> float:
+        """Mean acceptance of late; NaN before the first observation."""
+        number, accept, _, _ = self._now
+        return accept / number if number else math.nan
+
     def reference_at(self, entropy: float, slope: float) -> float:
         """Acceptance that new weights had, carried to this entropy; NaN until enough was seen of them."""
         number, accept, pivot, _ = self._reference
