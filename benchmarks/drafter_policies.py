@@ -1,6 +1,7 @@
 """What becomes of a trained drafter when the policy moves: with a frozen head, with a head that follows, and after refreshes of some steps.
 
-    python benchmarks/drafter_policies.py --drafter runs/mtp/drafter --out runs/drafter_policies [--arms frozen follow_head] [--prompts 48] [--tokens 96]
+    python benchmarks/drafter_policies.py --drafter runs/mtp/drafter --out runs/drafter_policies [--arms frozen follow_head]
+        [--prompts 48] [--tokens 96]
 
 The policy is moved by real steps of fine-tuning on other text (HumanEval's problems and solutions): first a few at a small learning rate,
 then some at a large one. Acceptance is that of sampled chains of four under block verification on gsm_symbolic, on prompts that no refresh
