@@ -6,9 +6,12 @@
 A cell is a drafter, a temperature and a batch size. In it one engine for each fixed length and one under ``auto`` take turns: one round
 each, then the next, on the same prompts with the same seeds, so that all sample the same tokens and differ in nothing but the budget.
 Seconds are divided by the pace of their turn (the median over the engines of seconds over the engine's own median): a shared machine that
-is slow for a while is slow for all. Requests ignore the end of sequence, so that every round is of the full batch. Rounds before ``auto``
-and the caches have settled are not counted; what ``auto`` learns in a cell it keeps for the next of the same drafter and batch size, as an
-engine would that serves on. Long drafts at large batches run in every third turn only. Intervals are 95 % of a bootstrap over turns.
+is slow for a while is slow for all. Rounds of the same shape count with their common mean, whoever ran them, and each engine with its own
+deciding besides: what is compared is the budgets' choices and not the luck of the clock. Who begins a turn rotates.
+
+Requests ignore the end of sequence, so that every round is of the full batch. Rounds before ``auto`` and the caches have settled are not
+counted; what ``auto`` learns in a cell it keeps for the next of the same drafter and batch size, as an engine would that serves on. Long
+drafts at large batches run in every third turn only. Intervals are 95 % of a bootstrap over turns.
 
 The script stops after --seconds and goes on where it was when started again; a cell that was interrupted is begun anew.
 """
@@ -72,6 +75,17 @@ class Rounds:
         pass
 
 
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One counted round of one variant."""
+
+    number: int
+    num_tokens: int
+    seconds: float  # without deciding
+    budget_s: float  # deciding and learning
+    shape: tuple[int, ...]  # requests, deepest draft, drafted tokens
+
+
 @dataclass(kw_only=True)
 class Variant:
     """One engine in its cell, and its counted rounds."""
@@ -79,7 +93,7 @@ class Variant:
     name: str
     engine: Engine
     rounds: Rounds
-    turns: list[tuple[int, int, float]] = field(default_factory=list)  # counted ones: their number, tokens, seconds
+    turns: list[Turn] = field(default_factory=list)
 
     def turn(self, number: int) -> None:
         """One round; turns before number 0 are not counted."""
@@ -87,26 +101,41 @@ class Variant:
         began = time.perf_counter()
         self.engine.step()
         seconds = time.perf_counter() - began
-        if number >= 0:
-            self.turns.append((number, sum(event.num_emitted_tokens for event in self.rounds.events[before:]), seconds))
+        if number >= 0 and len(self.rounds.events) > before:  # else its requests have ended
+            event = self.rounds.events[-1]
+            self.turns.append(
+                Turn(
+                    number=number,
+                    num_tokens=event.num_emitted_tokens,
+                    seconds=seconds - event.budget_s,
+                    budget_s=event.budget_s,
+                    shape=(event.num_requests, event.draft_depth, event.num_draft_tokens),
+                )
+            )
 
 
 class Sums:
-    """Tokens and seconds at the machine's usual pace, [variants, turns]; zero where a variant had no turn."""
+    """Tokens and seconds of every turn, [variants, turns]; zero where a variant had none."""
 
-    def __init__(self, turns_of: Mapping[str, Sequence[tuple[int, int, float]]]) -> None:
+    def __init__(self, turns_of: Mapping[str, Sequence[Turn]]) -> None:
         self._names = list(turns_of)
-        num_turns = 1 + max(number for turns in turns_of.values() for number, _, _ in turns)
-        self._tokens = np.zeros((len(turns_of), num_turns))
-        relative = np.full((len(turns_of), num_turns), np.nan)
-        usual = np.array([statistics.median(seconds for _, _, seconds in turns) for turns in turns_of.values()])
+        shape = len(turns_of), 1 + max(turn.number for turns in turns_of.values() for turn in turns)
+        self._tokens, self._seconds, relative = np.zeros(shape), np.zeros(shape), np.full(shape, np.nan)
+        usual = [statistics.median(turn.seconds for turn in turns) for turns in turns_of.values()]
         for row, turns in enumerate(turns_of.values()):
-            for number, tokens, seconds in turns:
-                self._tokens[row, number] = tokens
-                relative[row, number] = seconds / usual[row]
-        relative /= np.nanmedian(relative, axis=0)
+            for turn in turns:
+                self._tokens[row, turn.number] = turn.num_tokens
+                relative[row, turn.number] = turn.seconds / usual[row]
+        pace = np.nanmedian(relative, axis=0)
         # Where one engine alone took three times its usual time, the machine was elsewhere.
-        self._seconds = np.nan_to_num(np.minimum(relative, LONGEST_RELATIVE) * usual[:, None])
+        steady = np.minimum(relative / pace, LONGEST_RELATIVE) * np.array(usual)[:, None]
+        alike: dict[tuple[int, ...], list[float]] = {}
+        for row, turns in enumerate(turns_of.values()):
+            for turn in turns:
+                alike.setdefault(turn.shape, []).append(steady[row, turn.number])
+        for row, turns in enumerate(turns_of.values()):
+            for turn in turns:
+                self._seconds[row, turn.number] = statistics.fmean(alike[turn.shape]) + turn.budget_s / pace[turn.number]
 
     def speeds(self) -> dict[str, float]:
         """Tokens a second by variant."""
@@ -140,7 +169,8 @@ class Study:
             while not variant.rounds.events:
                 variant.engine.step()
         for turn in range(-WARM_TURNS, TURNS[cell.batch_size]):
-            for variant in variants:
+            first = turn % len(variants)
+            for variant in (*variants[first:], *variants[:first]):
                 if variant.name == AUTO or turn % self._every(cell, variant.name) == 0:
                     variant.turn(turn)
         return self._result(cell, variants)

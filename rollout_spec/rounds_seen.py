@@ -6,7 +6,7 @@ Shape legend: B requests in a round, D depths (entry 0 is depth 1).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,3 +44,8 @@ class Forecast:
     def accepted(self) -> Array:
         """[B, D] expected tokens that depth d adds: the product of ``steps`` down to it."""
         return np.multiply.accumulate(self.steps, axis=1)
+
+    def at_best(self, num_errors: float) -> Forecast:
+        """The same with acceptance so many standard errors higher."""
+        accept = np.clip(self.accept + num_errors * self.spread, 0.0, 0.995)
+        return replace(self, accept=accept, steps=self.steps * accept / self.accept)

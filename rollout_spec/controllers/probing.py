@@ -14,6 +14,7 @@ class ProbeConfig:
     """Shares are of all time, counts are of rounds."""
 
     news_requests: int = 32  # drafted for at once after weights changed, whatever is expected of it: how the drafter does now
+    doubt_requests: int = 8  # drafted for in every round while drafting may well pay
     news_share: float = 0.04  # spent on probes after weights changed or acceptance jumped ...
     first_share: float = 0.008  # ... or the policy's entropy changed ...
     backoff: float = 0.75  # ... times this after each probe that changed nothing ...
@@ -28,8 +29,9 @@ class ProbeConfig:
     small_gain: float = 0.2
 
     def __post_init__(self) -> None:
-        if self.news_requests < 0:
-            raise ValueError(f"news_requests must be 0 or more, got {self.news_requests}")
+        for name in ("news_requests", "doubt_requests"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         for name in ("at_least", "length", "num_requests", "reference_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")

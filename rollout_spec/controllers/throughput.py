@@ -18,13 +18,16 @@ class ThroughputBudget:
     """Weighs expected acceptance against measured costs every round (``selection.select``).
 
     Kinds of rounds that were never measured at about this number of requests are run a few times each: without a draft, one deep, two deep.
-    Afterwards a budget of 0 is left only for an advantage of ``hysteresis``.
+    Afterwards a budget of 0 is left only for an advantage of ``hysteresis``. While acceptance is known so little, after weights changed or
+    it jumped, that ``optimism`` standard errors more than what is expected would gain ``upside``, every round probes.
     """
 
     max_length: int = 8
     tree_width: tuple[int, ...] = (1,)
     max_tree_nodes: int = 32  # of one request, for drafters that size their trees themselves
     hysteresis: float = 0.02
+    optimism: float = 1.5
+    upside: float = 0.1
     probes: ProbeConfig = field(default_factory=ProbeConfig)
     name: str = "auto"
 
@@ -32,6 +35,8 @@ class ThroughputBudget:
         for name in ("max_length", "max_tree_nodes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.optimism < 0 or self.upside < 0:
+            raise ValueError(f"optimism and upside must be 0 or more, got {self.optimism} and {self.upside}")
         if not 0 <= self.hysteresis < 1:
             raise ValueError(f"hysteresis must be in [0, 1), got {self.hysteresis}")
         check_widths(self.tree_width)
@@ -51,7 +56,8 @@ class ThroughputBudget:
             if probing.wants_reference(best.gain, probes):
                 return self._budget(signals, valued(forecast, costs, nothing, context), "reference"), probing.looked_without()
             return self._budget(signals, best, "best"), probing.drafted(signals.num_rounds, probes)
-        missing = probes.missing(forecast.num_asked)
+        hoped = select(forecast.at_best(self.optimism), costs, limits, context)
+        missing = max(probes.missing(forecast.num_asked), probes.doubt_requests if hoped.gain >= self.upside else 0)
         probe = valued(forecast, costs, probe_lengths(probing, limits, missing, probes), context)
         if probing.wants_probe(probe.round_s / probe.plain_s - 1.0, missing, probes) and probe.lengths.any():
             return self._budget(signals, probe, "probe"), probing.probed(int((probe.lengths > 0).sum()), probes)

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import pytest
-from budget import Cell, Sums, table
+from budget import Cell, Sums, Turn, table
+
+
+def turns(tokens: int, seconds: list[float], shape: int, *, budget_s: float = 0.0) -> list[Turn]:
+    """One in every turn."""
+    return [
+        Turn(number=number, num_tokens=tokens, seconds=took, budget_s=budget_s, shape=(1, shape, shape))
+        for number, took in enumerate(seconds)
+    ]
 
 
 def test_seconds_are_those_of_a_steady_machine() -> None:
     """All are three times as slow in one turn, and the machine forgets one of them in another."""
     pace = [1.0, 1.0, 3.0, 1.0, 1.0, 1.0]
-    turns = {
-        name: [(turn, tokens, base * pace[turn]) for turn in range(6)]
-        for name, tokens, base in (("a", 4, 0.1), ("b", 8, 0.1), ("c", 6, 0.2))
-    }
-    turns["c"][4] = (4, 6, 50.0)
-    sums = Sums(turns)
+    slow = [0.2 * factor for factor in pace]
+    slow[4] = 50.0
+    sums = Sums({"a": turns(4, [0.1 * f for f in pace], 0), "b": turns(8, [0.1 * f for f in pace], 1), "c": turns(6, slow, 2)})
     assert sums.speeds() == pytest.approx({"a": 40.0, "b": 80.0, "c": 36 / (5 * 0.2 + 0.6)})
     ratio = sums.ratio("a", "b")
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((0.5, 0.5, 0.5))
-    assert sums.ratio("c", "a").low < 36 / 1.6 / 40 < sums.ratio("c", "a").high
+
+
+def test_equal_rounds_last_equally_long_and_each_pays_for_its_own_deciding() -> None:
+    """The clock was kinder to one of two that did the same."""
+    sums = Sums({"fixed:0": turns(4, [0.11] * 8, 0), "auto": turns(4, [0.09] * 8, 0, budget_s=0.01), "fixed:1": turns(6, [0.2] * 8, 1)})
+    assert sums.speeds() == pytest.approx({"fixed:0": 40.0, "auto": 4 / 0.11, "fixed:1": 30.0})
 
 
 def test_rare_turns_count_for_themselves() -> None:
-    often = [(turn, 4, 0.1) for turn in range(9)]
+    often = turns(4, [0.1] * 9, 0)
     assert Sums({"often": often, "rare": often[::3]}).speeds() == pytest.approx({"often": 40.0, "rare": 40.0})
 
 

@@ -26,13 +26,13 @@ from rollout_spec.session import parse_budget
 from rollout_spec.simulate.world import CPU, GPU, CostCurve
 
 
-def forecast(accept: np.ndarray, *, entropies: float = 1.0, epoch: int = 0, num_asked: float = math.inf) -> Forecast:
+def forecast(accept: np.ndarray, *, entropies: float = 1.0, epoch: int = 0, num_asked: float = math.inf, spread: float = 0.0) -> Forecast:
     depth = accept.shape[1]
     return Forecast(
         accept=accept,
         steps=accept,
         nodes=np.ones(depth),
-        spread=np.zeros(depth),
+        spread=np.full(depth, spread),
         entropies=np.full(len(accept), entropies),
         epoch=epoch,
         num_observed=1e6,
@@ -186,6 +186,22 @@ def test_new_weights_are_looked_at_whatever_is_expected_of_the_drafter(controlle
         drafted.append(int((budget.draft_lengths > 0).sum()))
         assert budget.max_depth <= 1
     assert drafted == [12, 12, 8, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("batch", "drafted"), [(1, 1), (16, 8)])
+def test_what_may_well_pay_is_looked_at_in_every_round(batch: int, drafted: int) -> None:
+    """A jump in a few rounds of one request is soon believed and hard to unlearn with a probe now and then."""
+    costs, auto = measured(CPU, batch), ThroughputBudget()
+    state = None
+    for _ in range(40):  # whatever there was to probe
+        _, state = auto.decide(signals(np.full((batch, 16), 0.1), costs), state)
+    unsure = signals(np.full((batch, 16), 0.1), costs, spread=0.4)
+    for _ in range(3):
+        budget, state = auto.decide(unsure, state)
+        assert budget.decision.reason == "probe"
+        assert int((budget.draft_lengths > 0).sum()) == drafted
+    sure = [auto.decide(signals(np.full((batch, 16), 0.1), costs, spread=0.001), state)[0] for _ in range(3)]
+    assert all(budget.decision.reason == "off" for budget in sure)
 
 
 def test_an_off_drafter_that_became_good_is_used_at_once() -> None:
