@@ -68,6 +68,29 @@ def _refuse(
 
 
 @triton.jit
+def _node_field(values, node, length, other: tl.constexpr):
+    """A field of a request's nodes; ``other`` where there is none."""
+    return tl.load(values + node, mask=node < length, other=other)
+
+
+@triton.jit
+def _emit(
+    logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, seed, position,
+    first_child, depth,
+    next_token, num_accepted, is_bonus, accept_probs, has_names: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """Ends a request at this depth, with a token from what is left there; the pointers are the request's own."""
+    u = uniform(seed, RECOVER, position + depth, 0)
+    drawn = draw(
+        logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, u, has_names, chunk
+    )
+    tl.store(accept_probs + depth, 0.0, mask=first_child >= 0)
+    tl.store(next_token, drawn)
+    tl.store(num_accepted, depth)
+    tl.store(is_bonus, (first_child < 0).to(tl.int8))
+
+
+@triton.jit
 def walk(
     tokens, parents, lengths, draft_probs, column_of, logits, roots, inv_temperatures, log_normalisers, seeds, positions,
     stages, stage_tokens, draft_sums, path, num_accepted, next_tokens, is_bonus, accept_probs, num_nodes, vocab_size, draft_vocab,
@@ -76,10 +99,8 @@ def walk(
     """Children in draw order against what is left of p and q; descends at the first that is accepted."""
     b = tl.program_id(0).to(tl.int64)
     inverse, seed, position = tl.load(inv_temperatures + b), tl.load(seeds + b), tl.load(positions + b)
-    node = tl.arange(0, block_nodes)
-    is_node = node < tl.load(lengths + b)
-    token = tl.load(tokens + b * num_nodes + node, mask=is_node, other=-1)
-    parent = tl.load(parents + b * num_nodes + node, mask=is_node, other=-2)
+    node, length = tl.arange(0, block_nodes), tl.load(lengths + b)
+    token, parent = _node_field(tokens + b * num_nodes, node, length, -1), _node_field(parents + b * num_nodes, node, length, -2)
     stages += b * 3 * (num_nodes + 1)
     stage_tokens += b * (num_nodes + 1)
     zero = tl.sum(tl.zeros((1,), tl.int64), axis=0)
@@ -118,14 +139,10 @@ def walk(
                 trial += 1
                 child = _next_child(parent, node, at, child + 1)
         else:
-            u = uniform(seed, RECOVER, position + depth, 0)
-            drawn = draw(
-                logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, trial, u, has_names, chunk
-            )
-            tl.store(accept_probs + b * num_nodes + depth, 0.0, mask=first >= 0)
-            tl.store(next_tokens + b, drawn)
-            tl.store(num_accepted + b, depth)
-            tl.store(is_bonus + b, (first < 0).to(tl.int8))
+            _emit(
+                logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, trial, seed, position, first,
+                depth, next_tokens + b, num_accepted + b, is_bonus + b, accept_probs + b * num_nodes, has_names, chunk,
+            )  # fmt: skip
             going = False
 
 
@@ -138,19 +155,15 @@ def traverse(
     """Leaf by leaf, in draw order, towards the root. What the walk knows of its nodes it holds by depth (0 = root)."""
     b = tl.program_id(0).to(tl.int64)
     inverse, seed, position = tl.load(inv_temperatures + b), tl.load(seeds + b), tl.load(positions + b)
-    node = tl.arange(0, block_nodes)
-    is_node = node < tl.load(lengths + b)
-    token = tl.load(tokens + b * num_nodes + node, mask=is_node, other=-1)
-    parent = tl.load(parents + b * num_nodes + node, mask=is_node, other=-2)
+    node, length = tl.arange(0, block_nodes), tl.load(lengths + b)
+    token, parent = _node_field(tokens + b * num_nodes, node, length, -1), _node_field(parents + b * num_nodes, node, length, -2)
     stages += b * 3 * (num_nodes + 1)
     stage_tokens += b * (num_nodes + 1)
     place = tl.arange(0, 2 * block_nodes)
-    nodes = tl.zeros((2 * block_nodes,), tl.int64) - 1
-    refused = tl.zeros((2 * block_nodes,), tl.int64)  # children refused so far
-    cursor = tl.zeros((2 * block_nodes,), tl.int64)  # where to look for the next child
-    first_stage = tl.zeros((2 * block_nodes,), tl.int64)
-    mass = tl.zeros((2 * block_nodes,), tl.float64) + 1.0  # a
-    draft_left = tl.zeros((2 * block_nodes,), tl.float64) + 1.0
+    none, whole_mass = tl.zeros((2 * block_nodes,), tl.int64), tl.zeros((2 * block_nodes,), tl.float64) + 1.0
+    # By depth: the node, its children refused so far, where to look for the next, the stages before its own.
+    nodes, refused, cursor, first_stage = none - 1, none, none, none
+    mass, draft_left = whole_mass, whole_mass  # a, and what q holds behind the refused
     zero = tl.sum(tl.zeros((1,), tl.int64), axis=0)
     depth, trial = zero, zero
     going = True
@@ -172,41 +185,31 @@ def traverse(
             depth += 1
             entered = place == depth
             nodes, refused, cursor = tl.where(entered, child, nodes), tl.where(entered, 0, refused), tl.where(entered, 0, cursor)
-            first_stage = tl.where(entered, before + num, first_stage)
-            draft_left = tl.where(entered, 1.0, draft_left)
+            first_stage, draft_left = tl.where(entered, before + num, first_stage), tl.where(entered, 1.0, draft_left)
             mass = tl.where(entered, tl.minimum(w * p / q, 1.0), mass)
         else:
             u = uniform(seed, ACCEPT, position, trial * (trial + 1) // 2 + trial)
             if (u < w) | (depth == 0):  # the root has a = 1: only a NaN keeps a walk from ending there
-                first = _next_child(parent, node, at, 0)
-                u = uniform(seed, RECOVER, position + depth, 0)
-                drawn = draw(
+                _emit(
                     logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, stages + 3 * before, stage_tokens + before,
-                    num, u, has_names, chunk,
+                    num, seed, position, _next_child(parent, node, at, 0), depth, next_tokens + b, num_accepted + b, is_bonus + b,
+                    accept_probs + b * num_nodes, has_names, chunk,
                 )  # fmt: skip
-                for i in range(depth):
-                    tl.store(path + b * num_nodes + i, _at(nodes, place, i + 1))
-                    tl.store(accept_probs + b * num_nodes + i, 1.0)
-                tl.store(accept_probs + b * num_nodes + depth, 0.0, mask=first >= 0)
-                tl.store(next_tokens + b, drawn)
-                tl.store(num_accepted + b, depth)
-                tl.store(is_bonus + b, (first < 0).to(tl.int8))
+                tl.store(path + b * num_nodes + place - 1, nodes, mask=(place > 0) & (place <= depth))
+                tl.store(accept_probs + b * num_nodes + place, whole_mass, mask=place < depth)
                 going = False
             else:
-                trial += 1
-                gone = at
-                depth -= 1
+                trial, depth = trial + 1, depth - 1
                 here = place == depth
                 above, num, before = _at(nodes, place, depth), _at(refused, place, depth), _at(first_stage, place, depth)
                 w, held = _at(mass, place, depth), _at(draft_left, place, depth)
-                row = tl.load(roots + b) + 1 + above
-                draft_row = draft_probs + (b * num_nodes + gone) * draft_vocab
+                row, draft_row = tl.load(roots + b) + 1 + above, draft_probs + (b * num_nodes + at) * draft_vocab
                 remaining, rest, whole = _refuse(
-                    logits, row, _at(token, node, gone), vocab_size, inverse, tl.load(log_normalisers + row), draft_row, column_of,
+                    logits, row, _at(token, node, at), vocab_size, inverse, tl.load(log_normalisers + row), draft_row, column_of,
                     stages + 3 * before, stage_tokens + before, num, w, held, has_names, chunk,
                 )  # fmt: skip
-                tl.store(draft_sums + b * num_nodes + gone, whole)
+                tl.store(draft_sums + b * num_nodes + at, whole)
                 total = remaining + (1.0 - w)
                 mass = tl.where(here, tl.where(total > 0, remaining / total, 1.0), mass)
-                draft_left = tl.where(here, rest, draft_left)
-                refused, cursor = tl.where(here, num + 1, refused), tl.where(here, gone + 1, cursor)
+                draft_left, refused = tl.where(here, rest, draft_left), tl.where(here, num + 1, refused)
+                cursor = tl.where(here, at + 1, cursor)
