@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exactness.backends import Backend
+from exactness.backends import TRITON, Backend
 from exactness.cases import Case
 from exactness.decoding import bigram, decode, proposer
 from exactness.registry import GREEDY, SEEDED
@@ -19,12 +19,14 @@ NUM_TOKENS = 40
 
 @pytest.mark.parametrize(("backend", "scheme", "case"), SEEDED.parameters())
 def test_seeded_sampling_is_unchanged_by_speculation(verify: VerifyFn, backend: Backend, scheme: Scheme, case: Case) -> None:
+    # Triton's interpreter takes some 50 ms a request and round.
+    seeds, num_tokens = (SEEDS[:2], 12) if backend is TRITON else (SEEDS, NUM_TOKENS)
     target, draft = bigram(case.vocab_size, 1), bigram(case.vocab_size, 1, temperature=1.3)
-    plain, plain_rounds = decode(verify, scheme, target, SEEDS, NUM_TOKENS, None)
-    drafted, rounds = decode(verify, scheme, target, SEEDS, NUM_TOKENS, proposer(draft, case.widths, case.draw))
+    plain, plain_rounds = decode(verify, scheme, target, seeds, num_tokens, None)
+    drafted, rounds = decode(verify, scheme, target, seeds, num_tokens, proposer(draft, case.widths, case.draw))
     assert drafted == plain
     assert rounds < plain_rounds  # drafts were accepted, so equality is not that of two plain runs
-    one_by_one = [decode(verify, scheme, target, [seed], NUM_TOKENS, None)[0][0] for seed in SEEDS]
+    one_by_one = [decode(verify, scheme, target, [seed], num_tokens, None)[0][0] for seed in seeds]
     assert one_by_one == plain  # nor does it depend on the neighbours
 
 
