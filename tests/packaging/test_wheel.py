@@ -52,6 +52,8 @@ BESIDE_VERL = tuple(
     )
 )
 
+BESIDE_VERL_AND_VLLM = ("rollout_spec_rl.verl.vllm_server", "rollout_spec_rl.vllm.verl_extension")
+
 RunPython = Callable[..., str]
 
 
@@ -99,6 +101,7 @@ def test_metadata(wheel: Path) -> None:
     assert unconditional == {"torch", "numpy"}
     assert "rollout-spec = rollout_spec_rl.compose:main" in entry_points
     assert "[verl.plugins]\nrollout_spec = rollout_spec_rl.verl.plugin" in entry_points
+    assert "[vllm.general_plugins]\nrollout_spec = rollout_spec_rl.vllm.plugin:register" in entry_points
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -110,9 +113,11 @@ def test_every_module_imports_from_the_installed_wheel(installed: Path, reposito
         "    assert module.__file__.startswith(sys.argv[1]), module.__file__\n"
     )
     names = module_names(repository_root)
-    assert set(BESIDE_VERL) <= set(names)
+    assert {*BESIDE_VERL, *BESIDE_VERL_AND_VLLM} <= set(names)
     if importlib.util.find_spec("verl") is None:
         names = [name for name in names if name not in BESIDE_VERL]
+    if importlib.util.find_spec("verl") is None or importlib.util.find_spec("vllm") is None:
+        names = [name for name in names if name not in BESIDE_VERL_AND_VLLM]
     if importlib.util.find_spec("triton") is None:
         names = [name for name in names if not name.startswith("rollout_spec_kernels.triton.")]
     run_python(program, str(installed), *names, paths=(installed,))

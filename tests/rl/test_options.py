@@ -12,6 +12,7 @@ from rollout_spec.budget import FixedBudget
 from rollout_spec.tree import Draw
 from rollout_spec.verify import Scheme
 from rollout_spec_rl.verl.options import RolloutSpecOptions, plan_rollouts
+from rollout_spec_rl.vllm import VllmOptions
 
 Rollout = Callable[..., dict[str, Any]]
 
@@ -94,15 +95,20 @@ def test_raw_logprobs_at_another_temperature_are_fine_if_nobody_trains_on_them(r
 
 
 def test_configs_set_options_that_exist(repository_root: Path) -> None:
-    """Every file of the group names known options, and switches on the same backend."""
+    """Every file of the group names known options, and switches on one of two backends."""
     import yaml
 
     files = sorted((repository_root / "configs" / "verl" / "rollout_spec").glob("*.yaml"))
-    assert [path.stem for path in files] == ["block", "mtp", "off", "suffix"]
-    for path in files:
+    assert [path.stem for path in files] == ["block", "mtp", "off", "suffix", "vllm_block", "vllm_mtp", "vllm_suffix"]
+    for path in files[:4]:
         text = path.read_text(encoding="utf-8")
         assert text.startswith("# @package _global_\n"), path
         config = yaml.safe_load(text)
         given = config["actor_rollout_ref"]["rollout"]["custom"]["rollout_spec"]
         RolloutSpecOptions.parse({**given, "drafter": "none"} if given["drafter"] == "???" else given)
         assert config["defaults"] == ["/rollout_spec_engine"], path
+    for path in files[4:]:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        given = config["actor_rollout_ref"]["rollout"]["engine_kwargs"]["vllm"]["additional_config"]["rollout_spec"]
+        VllmOptions.parse(given | {"drafter": "suffix"})
+        assert config["defaults"] == ["/rollout_spec_vllm"], path
