@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,28 @@ def test_corners(kind: str, start: Callable[..., Any], drafters: Path, model: An
     seen = totals_of(llm)
     assert seen["rollout_spec/num_failed_requests"] == 0
     assert seen["rollout/spec_accept_rate"] > 0
+
+
+def test_a_stop_string_inside_a_draft_ends_the_text_before_it(start: Callable[..., Any], repository_root: Path, tmp_path: Path) -> None:
+    """The worker knows no text: it learns by an abort that a request is over, with more tokens accepted than were asked for."""
+    from vllm import SamplingParams
+
+    subprocess.run([sys.executable, repository_root / "examples" / "verl_grpo_tiny" / "prepare.py", tmp_path, "32"], check=True)
+    options = {"drafter": "suffix", "draft_length": 3, "budget": "fixed:3"}
+    llm = start(options=options, model=str(tmp_path / "model"), skip_tokenizer_init=False)
+
+    def ask(**params: Any) -> Any:
+        (output,) = llm.generate("abcabcabc", SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, **params), use_tqdm=False)
+        return output.outputs[0]
+
+    whole = ask()
+    assert ask().token_ids == whole.token_ids
+    assert totals_of(llm)["rollout/spec_accept_rate"] > 0, "the second time the drafter knows the first"
+    stops = {char for char in whole.text[8:40] if char.isascii() and char.isprintable() and char not in whole.text[:8]}
+    assert stops, f"no letter to stop at in {whole.text!r}"
+    for stop in stops:
+        ended = ask(stop=[stop])
+        assert (ended.text, ended.finish_reason) == (whole.text.partition(stop)[0], "stop")
 
 
 def check_aborts(llm: Any, given: Sequence[Sequence[int]], expected: Sequence[tuple[int, ...]]) -> None:
