@@ -199,7 +199,7 @@ def test_decisions_are_told_with_their_reasons(tmp_path: Path) -> None:
     assert next(event for event in again.events if isinstance(event, BudgetEvent)).reason != "explore"
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": 9}', '{"format": 1, "monitor": {}, "costs": {}}'])
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 9}', '{"format": 1}', '{"format": 2, "monitor": {}, "costs": {}}'])
 def test_damaged_states_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "budget.json"
     path.write_text(text)
@@ -209,7 +209,7 @@ def test_damaged_states_are_refused(tmp_path: Path, text: str) -> None:
         pilot.load(path)
     assert pilot.monitor is monitor
     pilot.save(path)
-    assert json.loads(path.read_text())["format"] == 1
+    assert json.loads(path.read_text())["format"] == 2
 
 
 def test_a_policy_that_jumps_away_from_its_drafter_is_told_of_and_drafted_for_less() -> None:
