@@ -30,15 +30,19 @@ class QueuedSink:
     is a daemon, so that a sink that blocks for ever cannot keep the process either) and counts what was left as dropped.
     """
 
-    def __init__(self, name: str, sink: EventSink, *, capacity: int = 10_000, close_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, name: str, sink: EventSink, *, capacity: int = 10_000, close_timeout_s: float = 10.0, interval_s: float = 0.5
+    ) -> None:
+        """interval_s: between two looks at the queue. Waking for every event would interrupt the rollouts' threads as often."""
         if capacity < 1:
             raise ValueError(f"the queue of sink {name} must hold 1 or more events, got {capacity}")
         self.name = name
-        self._sink, self._close_timeout_s = sink, close_timeout_s
+        self._sink, self._close_timeout_s, self._interval_s = sink, close_timeout_s, interval_s
         self._queue: queue.Queue[Event | None] = queue.Queue(capacity)
         self._num_emitted = self._num_delivered = self._num_dropped = self._num_failed = 0
         self._given_up = False
         self._lock = threading.Lock()  # several threads may emit
+        self._ending = threading.Event()
         self._thread = threading.Thread(target=self._deliver, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
@@ -59,6 +63,7 @@ class QueuedSink:
             closing, self._given_up = not self._given_up, True
         if not closing:
             return
+        self._ending.set()
         try:
             self._queue.put(None, timeout=self._close_timeout_s)
         except queue.Full:
@@ -89,6 +94,8 @@ class QueuedSink:
                     self._num_failed += 1
                 else:
                     self._num_delivered += 1
+            if self._queue.empty():
+                self._ending.wait(self._interval_s)
         try:
             self._sink.close()
         except Exception:  # as in _attempt
