@@ -44,6 +44,47 @@ def test_what_is_wrong_is_said_with_its_mend(options: dict[str, Any], message: s
         engine_args(**options)
 
 
+def test_a_speculative_config_of_vllms_own_is_handed_on() -> None:
+    eagle = {"method": "eagle", "model": "heads/eagle", "num_speculative_tokens": 5}
+    given = engine_args(speculative_config=eagle, budget="entropy", replica="3")
+    assert given["speculative_config"] == {**eagle, "draft_sample_method": "probabilistic"}
+    own = VllmOptions.parse(given["additional_config"]["rollout_spec"])
+    assert (own.drafter, own.is_native, own.draft_length, own.controller().name, own.replica) == ("vllm", True, 5, "entropy", "3")
+    greedy = engine_args(speculative_config={**eagle, "draft_sample_method": "greedy"}, verifier="exact_match")
+    assert greedy["speculative_config"]["draft_sample_method"] == "greedy"
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"method": "ngram"}, {}, r"none of draft_model, eagle, eagle3, mtp, dflash: ours does the same: drafter=ngram"),
+        ({"method": "medusa"}, {}, "it is not driven by our budgets"),
+        ({"method": None}, {}, "is none of draft_model"),
+        ({"num_speculative_tokens": None}, {}, "must say how deep drafts may go, got None"),
+        ({"num_speculative_tokens": 40}, {}, "must be from 1 to 32"),
+        ({"num_speculative_tokens_per_batch_size": [[1, 8, 2]]}, {}, "two budgets would decide"),
+        ({"disable_padded_drafter_batch": True}, {}, "leave it out"),
+        ({"use_heterogeneous_vocab": True}, {}, "with the policy's vocabulary"),
+        ({"parallel_drafting": True}, {}, "drafts a fixed number of tokens"),
+        ({"rejection_sample_method": "block"}, {}, "choose with our option verifier"),
+        ({"draft_sample_method": "greedy"}, {"verifier": "block"}, "verifier=block needs sampled drafts: set .*=probabilistic"),
+        ({"draft_sample_method": "greedy"}, {"verifier": "rejection"}, "needs sampled drafts"),
+        ({}, {"drafter": "suffix"}, "leave drafter and draft_length out"),
+        ({}, {"draft_length": 2}, "leave drafter and draft_length out"),
+        ({}, {"verifier": "traversal"}, "in vLLM drafts are chains"),
+    ],
+)
+def test_what_of_vllms_own_is_not_driven(config: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    eagle = {"method": "eagle", "model": "heads/eagle", "num_speculative_tokens": 5}
+    with pytest.raises(ValueError, match=message):
+        engine_args(speculative_config={**eagle, **config}, **options)
+
+
+def test_vllms_own_drafters_have_no_name_among_ours() -> None:
+    with pytest.raises(ValueError, match="give engine_args that instead"):
+        engine_args(drafter="vllm")
+
+
 def state(**params: Any) -> SimpleNamespace:
     given = {
         "temperature": 1.0,

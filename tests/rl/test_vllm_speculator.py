@@ -84,8 +84,13 @@ class World:
             sink=self.sink,
         )
 
-    def step(self, ids: Sequence[str], drafts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:
-        """One forward, with these drafts scheduled: what was sampled, and what is drafted for the next one."""
+    def step(
+        self, ids: Sequence[str], drafts: Sequence[Sequence[int]], *, recorded: bool = True
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """One forward, with these drafts scheduled: what was sampled, and what is drafted for the next one.
+
+        recorded: the runner notes what was sampled before it asks for drafts, not after.
+        """
         counts = torch.tensor([len(tokens) + 1 for tokens in drafts])
         logits = torch.full((int(counts.sum()), VOCAB), -9.0)
         rows = [number for number, tokens in zip(ids, drafts, strict=True) for number in [number] * (len(tokens) + 1)]
@@ -97,8 +102,8 @@ class World:
         target = StepRows(logits, processed, counts.cumsum(0) - counts, TorchOps())
         emitted = self.speculator.verify(ids, self.requests, target, drafts)
         sampled = [[token for token in row if token >= 0] for row in emitted.tolist()]
-        for request_id, tokens in zip(ids, sampled, strict=True):
-            self.requests[request_id].output_token_ids += tokens
+        if recorded:
+            self._record(ids, sampled)
         step = Step(
             request_ids=tuple(ids),
             first_positions=[3] * len(ids),
@@ -106,7 +111,14 @@ class World:
             num_drafted=[len(tokens) for tokens in drafts],
             hidden={},
         )
-        return sampled, self.speculator.propose(step, self.requests, sampled)
+        proposed = self.speculator.propose(step, self.requests, sampled, recorded=recorded)
+        if not recorded:
+            self._record(ids, sampled)
+        return sampled, proposed
+
+    def _record(self, ids: Sequence[str], sampled: Sequence[Sequence[int]]) -> None:
+        for request_id, tokens in zip(ids, sampled, strict=True):
+            self.requests[request_id].output_token_ids += tokens
 
 
 def test_drafts_are_accepted_where_the_policy_wants_them() -> None:
@@ -137,6 +149,41 @@ def test_a_shortened_draft_and_padding_are_no_faults() -> None:
     sampled, _ = world.step(ids, [one[:1], [-1, -1, -1], three])
     assert sampled == [[0, 1], [1], [2, 3, 4, 5]]
     assert world.drafter.observed == [[1, 3]]
+
+
+def test_the_runner_may_note_what_was_sampled_before_or_after_it_asks_for_drafts() -> None:
+    tokens = []
+    for recorded in (True, False):
+        world = World(2)
+        ids = list(world.requests)
+        _, drafts = world.step(ids, [[], []], recorded=recorded)
+        sampled, _ = world.step(ids, drafts, recorded=recorded)
+        # A request that the runner knows more of than we saw begins anew from what it knows.
+        world.requests[ids[0]].output_token_ids += [7]
+        world.step(ids, [[], []], recorded=recorded)
+        known = [request.tokens for request in world.speculator._tracked]
+        assert known == [[1, 2, 3, *world.requests[name].output_token_ids] for name in ids]
+        assert sampled == [[0, 1, 2, 3], [1, 2, 3, 4]]
+        tokens.append(known)
+    assert tokens[0] == tokens[1]
+
+
+def test_a_drafter_that_wants_every_round_is_asked_for_nothing_too() -> None:
+    world = World(1)
+    asked: list[list[int]] = []
+    propose = world.drafter.propose
+
+    def listening(context: DraftContext, budget: Budget) -> DraftTree:
+        asked.append(budget.draft_lengths.tolist())
+        return propose(context, budget) if budget.max_depth else DraftTree.empty(len(context.requests))
+
+    world.drafter.propose = listening  # type: ignore[method-assign]
+    world.speculator.pilot.controller = FixedBudget(draft_length=0)
+    world.step([name_of(0)], [[]])
+    assert asked == []
+    world.drafter.needs = DrafterNeeds(every_round=True, draws=frozenset({Draw.SAMPLED}))
+    _, drafts = world.step([name_of(0)], [[]])
+    assert (asked, drafts) == ([[0]], [[]])
 
 
 def test_tokens_that_nobody_drafted_are_a_fault() -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -23,6 +23,14 @@ class RolloutSpecExtension:
     """Mixed into vLLM's worker class, whose ``model_runner`` it uses. Methods have a prefix: vLLM refuses names that it has itself."""
 
     model_runner: Any
+
+    def __new__(cls, **settings: Any) -> Self:
+        """vLLM makes its worker: where its own proposer is to be driven the runner is patched now. ValueError if it cannot be driven."""
+        from rollout_spec_rl.vllm import native_driver
+
+        if "vllm_config" in settings:
+            native_driver.prepare(settings["vllm_config"])
+        return super().__new__(cls)
 
     def rollout_spec_metrics(self) -> dict[str, float]:
         """Since they were last asked for, by the names they have in verl's logger (docs/verl.md): acceptance, entropy, budget, seconds."""
@@ -54,19 +62,19 @@ class RolloutSpecExtension:
 
 
 def proposer_of(runner: Any) -> Any:
-    """The runner's SpecProposer. ValueError if it runs another."""
-    from rollout_spec_rl.vllm.proposer import SpecProposer
+    """The runner's EngineDriver. ValueError if it has none."""
+    from rollout_spec_rl.vllm.patches import driver_of
 
-    drafter = getattr(runner, "drafter", None)
-    if not isinstance(drafter, SpecProposer):
+    driver = driver_of(runner)
+    if driver is None:
         raise ValueError("this engine does not run rollout_spec's proposer: start it with rollout_spec_rl.vllm.engine_args(...)")
-    return drafter
+    return driver
 
 
 def _tensors(source: Source) -> Iterable[tuple[str, Tensor]]:
-    from rollout_spec_rl.vllm import sync
+    from rollout_spec_rl.vllm.checkpoint_files import read_tensors
 
-    return sync.read_tensors(Path(source)) if isinstance(source, str) else source
+    return read_tensors(Path(source)) if isinstance(source, str) else source
 
 
 def _drafter_tensors(source: Source) -> Iterable[tuple[str, Tensor]]:

@@ -16,6 +16,7 @@ from rollout_spec.composition import draw_for
 from rollout_spec.session import AUTO, parse_budget, parse_scheme
 from rollout_spec.tree import Draw
 from rollout_spec.verify import Scheme
+from rollout_spec_rl.vllm.native_options import NATIVE, check_native, native_config
 
 WHERE = "additional_config.rollout_spec"
 KEY = "rollout_spec"
@@ -29,7 +30,7 @@ _SCHEMES = (Scheme.BLOCK, Scheme.REJECTION, Scheme.EXACT_MATCH, Scheme.GUMBEL)
 class VllmOptions:
     """One engine's options. Drafts are chains: vLLM verifies no trees."""
 
-    drafter: str  # ngram | suffix | the directory of a trained drafter
+    drafter: str  # ngram | suffix | the directory of a trained drafter | vllm: whatever vLLM's own speculative_config names
     draft_length: int = 4  # the deepest that budget auto and entropy choose; vLLM's num_speculative_tokens
     budget: str = AUTO  # auto | entropy | fixed:K | batch_table:FILE | off
     verifier: str = AUTO  # auto | block | rejection | exact_match | gumbel
@@ -40,7 +41,7 @@ class VllmOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sinks", tuple(self.sinks))
-        if self.drafter not in MODEL_FREE and not Path(self.drafter).expanduser().is_dir():
+        if self.drafter not in (*MODEL_FREE, NATIVE) and not Path(self.drafter).expanduser().is_dir():
             raise ValueError(
                 f"{WHERE}.drafter={self.drafter!r} is neither one of {', '.join(MODEL_FREE)} nor a directory on this machine: "
                 "train one with `rollout-spec train-drafter` and give its folder"
@@ -66,6 +67,11 @@ class VllmOptions:
     @property
     def is_model_free(self) -> bool:
         return self.drafter in MODEL_FREE
+
+    @property
+    def is_native(self) -> bool:
+        """vLLM drafts; lengths, verification and telemetry are ours."""
+        return self.drafter == NATIVE
 
     @property
     def scheme(self) -> Scheme | None:
@@ -110,14 +116,27 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
 }
 
 
-def engine_args(**options: Any) -> dict[str, Any]:
+def engine_args(*, speculative_config: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     """Arguments of vLLM's ``LLM`` (and, as JSON, options of ``vllm serve``) that turn our speculation on.
 
-    Takes the options of VllmOptions; ValueError with the mend for what is wrong.
+    Takes the options of VllmOptions, and instead of ``drafter`` a ``speculative_config`` as vLLM knows it: then vLLM drafts, by its own
+    draft_model, eagle, eagle3, mtp or dflash, and we decide how deep and verify. ValueError with the mend for what is wrong.
     """
-    own = VllmOptions.parse(options)
+    if speculative_config is None:
+        own = VllmOptions.parse(options)
+        if own.is_native:
+            raise ValueError(
+                f"{WHERE}.drafter={NATIVE} goes with vLLM's own speculative_config: give engine_args that instead of a drafter"
+            )
+        config: dict[str, Any] = {"method": "custom_class", "model": _PROPOSER, "num_speculative_tokens": own.draft_length}
+    else:
+        if "drafter" in options or "draft_length" in options:
+            raise ValueError("a speculative_config names the drafter and its length: leave drafter and draft_length out")
+        config = native_config(speculative_config)
+        own = VllmOptions.parse({**options, "drafter": NATIVE, "draft_length": config["num_speculative_tokens"]})
+        check_native(config, own.scheme)
     return {
-        "speculative_config": {"method": "custom_class", "model": _PROPOSER, "num_speculative_tokens": own.draft_length},
+        "speculative_config": config,
         "additional_config": {KEY: {**dataclasses.asdict(own), "sinks": list(own.sinks)}},
         "worker_extension_cls": _EXTENSION,
     }

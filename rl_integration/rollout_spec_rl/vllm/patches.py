@@ -61,9 +61,12 @@ def _constrain_what_there_is(original: Callable[..., Any]) -> Callable[..., Any]
 def _attach_after_loading(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def setup(self: Any) -> None:
-        proposer = _ours(self)
+        from rollout_spec_rl.vllm import native_driver
+
+        proposer = driver_of(self)
         if proposer is None:
             original(self)
+            native_driver.drive(self)
         else:
             proposer.attach(self)
 
@@ -73,7 +76,7 @@ def _attach_after_loading(original: Callable[..., None]) -> Callable[..., None]:
 def _sample_for_us(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
-        proposer = _ours(self)
+        proposer = driver_of(self)
         if proposer is None or logits is None:
             return original(self, logits, spec_decode_metadata)
         return proposer.sample(logits, spec_decode_metadata, functools.partial(original, self))
@@ -83,12 +86,16 @@ def _sample_for_us(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _show_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def propose(self: Any, scheduler_output: Any, sampled_token_ids: Any, *further: Any, **named: Any) -> Any:
-        proposer = _ours(self)
-        if proposer is not None:
-            _, hidden_states, _, aux_hidden_states, spec_decode_metadata, *_ = further
-            proposer.see(scheduler_output, hidden_states, aux_hidden_states, spec_decode_metadata)
-        return original(self, scheduler_output, sampled_token_ids, *further, **named)
+    def propose(self: Any, scheduler_output: Any, sampled_token_ids: Any, *further: Any) -> Any:
+        def plain(scheduled: Any) -> Any:
+            return original(self, scheduled, sampled_token_ids, *further)
+
+        proposer = driver_of(self)
+        if proposer is None:
+            return plain(scheduler_output)
+        _, hidden_states, _, aux_hidden_states, spec_decode_metadata, attention, *_ = further
+        proposer.see(scheduler_output, hidden_states, aux_hidden_states, spec_decode_metadata)
+        return proposer.draft(plain, scheduler_output, sampled_token_ids, attention)
 
     return propose
 
@@ -114,12 +121,13 @@ def _keep_weights(original: Callable[..., None]) -> Callable[..., None]:
     return dispatch
 
 
-def _ours(runner: Any) -> Any:
-    """The runner's drafter if it is ours, else None."""
+def driver_of(runner: Any) -> Any:
+    """The runner's EngineDriver, None if our speculation does not run there."""
+    from rollout_spec_rl.vllm.native_driver import ATTRIBUTE
     from rollout_spec_rl.vllm.proposer import SpecProposer
 
     drafter = getattr(runner, "drafter", None)
-    return drafter if isinstance(drafter, SpecProposer) else None
+    return drafter if isinstance(drafter, SpecProposer) else getattr(runner, ATTRIBUTE, None)
 
 
 ON_CPU = (
@@ -136,7 +144,7 @@ ON_CPU = (
         replace=_constrain_what_there_is,
     ),
 )
-# When our proposer is made, which is when the runner's module is loaded in any case.
+# When our proposer is made, or the worker whose own proposer we drive: the runner's module is loaded then in any case.
 IN_THE_RUNNER = (
     Patch(
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._setup_eagle3_aux_hidden_state_outputs",
@@ -155,7 +163,10 @@ IN_THE_RUNNER = (
     ),
     Patch(
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
-        reason="a custom proposer sees no hidden states and not how many rows each request had",
+        reason=(
+            "a custom proposer sees no hidden states and not how many rows each request had; vLLM's own draft for all requests alike, "
+            "as deep as a table of batch sizes says"
+        ),
         upstream="a60269aca9de",
         replace=_show_the_step,
     ),

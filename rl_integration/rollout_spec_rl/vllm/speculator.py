@@ -104,11 +104,18 @@ class Speculator:
 
     # Drafting
 
-    def propose(self, step: Step, requests: Any, sampled: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Take in what a step showed and draft for the next; sampled [B]: committed tokens, none for prompts that go on."""
+    def propose(self, step: Step, requests: Any, sampled: Sequence[Sequence[int]], *, recorded: bool = True) -> list[list[int]]:
+        """Take in what a step showed and draft for the next; sampled [B]: committed tokens, none for prompts that go on.
+
+        recorded: the runner's record of the requests has them already.
+        """
         began = time.perf_counter()
         entered = self._tracked.enter(step.request_ids, requests)
-        kept = [_take(request, requests, tokens, self.weights_version) for request, tokens in zip(entered, sampled, strict=True)]
+        for request, tokens in zip(entered, sampled, strict=True):
+            if tokens and request.first_version < 0:
+                request.first_version = self.weights_version
+        states = [requests[request.request_id] for request in entered]
+        kept = [_take(request, state, tokens, recorded) for request, state, tokens in zip(entered, states, sampled, strict=True)]
         self._ledger.add(_new_states(step, entered, sampled))
         self.reporter.step(step, entered, kept, self._decided, self._verified, began, self.weights_version)
         self._tell_drafter()
@@ -127,7 +134,7 @@ class Speculator:
         deciding = time.perf_counter()
         budget = self.pilot.decide(ids, remaining, contexts)
         drafting = time.perf_counter()
-        wanted = budget.draft_lengths.nonzero()[:, 0].tolist()
+        wanted = list(range(len(asked))) if self.drafter.needs.every_round else budget.draft_lengths.nonzero()[:, 0].tolist()
         proposed, num_states = self._propose([asked[i] for i in wanted], budget, wanted)
         ended = time.perf_counter()
         self._decided = Decided(
@@ -204,14 +211,12 @@ def _length(held: Sequence[int], scheduled: Sequence[int]) -> int:
     return len(scheduled)
 
 
-def _take(request: Tracked, requests: Any, sampled: Sequence[int], version: int) -> int:
+def _take(request: Tracked, state: Any, sampled: Sequence[int], recorded: bool) -> int:
     """Append what was sampled, or begin anew from the runner's record where that is another one; returns tokens kept."""
-    if sampled and request.first_version < 0:
-        request.first_version = version
-    state = requests[request.request_id]
-    if len(request.tokens) + len(sampled) == request.num_prompt + len(state.output_token_ids) and request.finish_reason is None:
+    known = len(state.output_token_ids) - (len(sampled) if recorded else 0)
+    if len(request.tokens) == request.num_prompt + known and request.finish_reason is None:
         return request.append(sampled)
-    request.tokens[request.num_prompt :] = state.output_token_ids
+    request.tokens[request.num_prompt :] = state.output_token_ids if recorded else [*state.output_token_ids, *sampled]
     return len(sampled)
 
 

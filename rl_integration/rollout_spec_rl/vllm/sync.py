@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from rollout_spec.drafter import HasWeights
 from rollout_spec.engine.weights import checked, checksums, combine
 from rollout_spec.events import WeightSyncEvent
-from rollout_spec_rl.vllm.proposer import SpecProposer
-
-NamedTensor = tuple[str, Tensor]
+from rollout_spec_rl.vllm.checkpoint_files import NamedTensor, checkpoint_names
+from rollout_spec_rl.vllm.driver import EngineDriver
+from rollout_spec_rl.vllm.native import NativeDrafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +30,13 @@ class SyncReport:
     tensor_checksums: Mapping[str, int]
 
 
-def update_policy(runner: Any, proposer: SpecProposer, tensors: Iterable[NamedTensor], version: int) -> SyncReport:
+def update_policy(runner: Any, proposer: EngineDriver, tensors: Iterable[NamedTensor], version: int) -> SyncReport:
     """All of the policy's weights under the names of its checkpoint; the drafter's own stay as they are.
 
     ValueError names what is unknown, missing, misshapen or not finite, and nothing is changed then. RuntimeError if the drafter changed.
     """
     began = time.perf_counter()
-    own, aliases = _checkpoint_names(Path(runner.model_config.model), tied=bool(runner.get_model().config.tie_word_embeddings))
+    own, aliases = checkpoint_names(Path(runner.model_config.model), tied=bool(runner.get_model().config.tie_word_embeddings))
     taken = checked(tensors, own, aliases, partial=False)
     with following(proposer, version) as report:
         reload_layers(runner, taken)
@@ -47,7 +44,7 @@ def update_policy(runner: Any, proposer: SpecProposer, tensors: Iterable[NamedTe
 
 
 @contextmanager
-def following(proposer: SpecProposer, version: int) -> Iterator[Callable[[Mapping[str, int], float], SyncReport]]:
+def following(proposer: EngineDriver, version: int) -> Iterator[Callable[[Mapping[str, int], float], SyncReport]]:
     """Around a change of the policy's weights, whoever makes it: the drafter's own must stay, what it borrows must follow.
 
     Gives a function that reports the change, once it is made, from the checksums of what came and the seconds it took. RuntimeError
@@ -67,7 +64,7 @@ def following(proposer: SpecProposer, version: int) -> Iterator[Callable[[Mappin
         _report(proposer, "drafter_head", version, checksums(drafter.borrowed_weights()), 0.0)
 
 
-def update_drafter(proposer: SpecProposer, tensors: Iterable[NamedTensor], version: int) -> SyncReport:
+def update_drafter(proposer: EngineDriver, tensors: Iterable[NamedTensor], version: int) -> SyncReport:
     """All of the drafter's own weights, under the names of its checkpoint.
 
     ValueError names what is wrong, and nothing is changed then; also for a drafter without weights.
@@ -77,7 +74,9 @@ def update_drafter(proposer: SpecProposer, tensors: Iterable[NamedTensor], versi
     drafter.update_weights(tensors, version)
     assert isinstance(drafter, HasWeights)
     proposer.speculator.drafter_updated()
-    return _report(proposer, "drafter", version, checksums(drafter.named_weights()), time.perf_counter() - began)
+    # vLLM does not keep its drafters' weights readable: their sums are of what came.
+    sums = drafter.loaded if isinstance(drafter, NativeDrafter) else checksums(drafter.named_weights())
+    return _report(proposer, "drafter", version, sums, time.perf_counter() - began)
 
 
 def reload_layers(runner: Any, tensors: Iterable[NamedTensor]) -> None:
@@ -92,41 +91,7 @@ def reload_layers(runner: Any, tensors: Iterable[NamedTensor]) -> None:
         finalize_layerwise_reload(model, runner.vllm_config.model_config)
 
 
-def read_tensors(place: Path) -> Iterator[NamedTensor]:
-    """Tensors of a safetensors file, or of all those of a folder. ValueError if there is none."""
-    from safetensors import safe_open
-
-    for file in _files(place):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # no mapping
-                yield name, opened.get_tensor(name)
-
-
-def _checkpoint_names(place: Path, *, tied: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Names with shapes (meta tensors) of a checkpoint folder, and other names of tied ones -> the checkpoint's."""
-    from safetensors import safe_open
-
-    own: dict[str, Tensor] = {}
-    for file in _files(place):
-        with safe_open(file, framework="pt") as opened:
-            own |= {name: torch.empty(opened.get_slice(name).get_shape(), device="meta") for name in opened.keys()}  # noqa: SIM118
-    ends = ("lm_head.weight", "model.embed_tokens.weight")
-    if not tied:
-        return own, {}
-    held = next(name for name in ends if name in own)
-    other = next(name for name in ends if name != held)
-    own.pop(other, None)
-    return own, {other: held}
-
-
-def _files(place: Path) -> list[Path]:
-    found = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
-    if not found:
-        raise ValueError(f"{place} holds no safetensors")
-    return found
-
-
-def _report(proposer: SpecProposer, role: str, version: int, sums: Mapping[str, int], seconds: float) -> SyncReport:
+def _report(proposer: EngineDriver, role: str, version: int, sums: Mapping[str, int], seconds: float) -> SyncReport:
     digest = combine(sums)
     event = WeightSyncEvent(role=role, version=version, num_tensors=len(sums), checksum=digest, seconds=seconds)
     proposer.speculator.sink.emit(event)

@@ -19,11 +19,13 @@ class VerlExtension(vLLMColocateWorkerExtension, RolloutSpecExtension):
     def __new__(cls, **settings: Any) -> Self:
         from vllm.platforms import current_platform
 
-        from rollout_spec_rl.vllm import patches
+        from rollout_spec_rl.vllm import native_driver, patches
 
         if current_platform.is_cpu():
             for patch in patches.UNDER_VERL_ON_CPU:
                 patch.apply()
+        # verl's own takes what vLLM says, and hands nothing on.
+        native_driver.prepare(settings["vllm_config"])
         instance: Self = super().__new__(cls, **settings)
         instance.rollout_spec_version = -1
         return instance

@@ -50,6 +50,14 @@ def drafters(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_drafters(policy, tmp_path_factory.mktemp("drafters"))
 
 
+@pytest.fixture(scope="session")
+def natives(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of drafters that vLLM runs itself: draft, self, useless, eagle, and dflash with a reduced vocabulary."""
+    from tiny_vllm import write_natives
+
+    return write_natives(policy, tmp_path_factory.mktemp("natives"))
+
+
 @pytest.fixture(scope="module")
 def start(policy: Path) -> Iterator[Callable[..., Any]]:
     """Starts an engine of the policy; the one before it is shut down, for there is one at a time."""

@@ -1,4 +1,4 @@
-"""A tiny policy with drafters, engines of it, and the exact law of what it samples.
+"""A tiny policy with drafters of ours and of vLLM's own kinds, engines of it, and the exact law of what it samples.
 
 Shape legend: P prefixes, T tokens, V vocabulary.
 """
@@ -6,6 +6,7 @@ Shape legend: P prefixes, T tokens, V vocabulary.
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,61 @@ def write_drafters(policy: Path, folder: Path) -> Path:
     return folder
 
 
+METHODS = {"draft": "draft_model", "self": "draft_model", "useless": "draft_model", "eagle": "eagle", "dflash": "dflash"}
+
+
+def native(kind: str, natives: Path, **config: Any) -> dict[str, Any]:
+    """engine_args' options for one of vLLM's own drafters, three tokens at most; config: of vLLM's speculative_config."""
+    return {"speculative_config": {"method": METHODS[kind], "model": str(natives / kind), "num_speculative_tokens": 3, **config}}
+
+
+def write_natives(policy: Path, folder: Path) -> Path:
+    """Drafters that vLLM runs itself: the policy, one near it, one that wants what it does not, an EAGLE head and a DFlash block."""
+    from rollout_spec_mtp.kinds import kind_of
+    from rollout_spec_mtp.training.protocol import PolicyParts
+
+    load(policy).save_pretrained(folder / "self")
+    generator = torch.Generator().manual_seed(3)
+    near, useless = load(policy), load(policy)
+    with torch.no_grad():
+        for parameter in near.parameters():
+            if parameter.ndim > 1:
+                parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+        useless.lm_head.weight.neg_()
+    near.save_pretrained(folder / "draft")
+    useless.save_pretrained(folder / "useless")
+    write_eagle(policy, folder / "eagle")
+    torch.manual_seed(1)
+    config = {"num_layers": 2, "block_size": 4, "target_layers": [0, 1], "mask_token_id": 0}
+    block = kind_of("block").build(config, PolicyParts.of(load(policy)), torch.arange(0, VOCAB, 2))
+    with torch.no_grad():
+        for parameter in block.parameters():
+            if parameter.ndim > 1:
+                parameter.add_(0.03 * torch.randn_like(parameter))
+    export = kind_of("block").export
+    assert export is not None
+    export(block, policy, folder / "dflash")
+    return folder
+
+
+def write_eagle(policy: Path, folder: Path) -> None:
+    """The policy's last layer, not quite, on a mixture of the token's embedding and the policy's last state; and the policy's embedding."""
+    from safetensors.torch import save_file
+
+    model = load(policy)
+    generator = torch.Generator().manual_seed(5)
+    tensors = {"embed_tokens.weight": model.model.embed_tokens.weight.detach().clone()}
+    for name, parameter in model.model.layers[-1].named_parameters():
+        noise = 0.2 * parameter.std() * torch.randn(parameter.shape, generator=generator) if parameter.ndim > 1 else 0.0
+        tensors[f"layers.0.{name}"] = (parameter + noise).detach()
+    del tensors["layers.0.input_layernorm.weight"]  # an EAGLE head's first layer has none
+    tensors["fc.weight"] = torch.cat([0.1 * torch.eye(model.config.hidden_size), torch.eye(model.config.hidden_size)], dim=1)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {**model.config.to_dict(), "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @dataclass
 class Running:
     """At most one engine."""
@@ -111,11 +167,18 @@ def runner_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
+def driver_of(llm: Any) -> Any:
+    """What of ours drives the engine."""
+    from rollout_spec_rl.vllm import patches
+
+    return patches.driver_of(runner_of(llm))
+
+
 def totals_of(llm: Any) -> dict[str, float]:
     """Our metrics since they were last asked for."""
     from rollout_spec_rl.verl.metrics import named
 
-    return named(runner_of(llm).drafter.totals.take())
+    return named(driver_of(llm).totals.take())
 
 
 def sample(llm: Any, count: int, length: int, prompt: Sequence[int] = PROMPT, **params: Any) -> list[tuple[int, ...]]:

@@ -1,0 +1,111 @@
+"""Weights of vLLM's own drafters: loaded by its layerwise reload, with what that leaves behind put right.
+
+Shape legend: L layers, H hidden size, G rows of the key and value projections of one layer, D size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout_spec.engine.weights import checked, checksums
+from rollout_spec_rl.vllm.checkpoint_files import NamedTensor, checkpoint_names, read_tensors
+
+_ENDS = {"embed_tokens": "embed_tokens.", "lm_head": "lm_head."}  # modules that may be the target's -> how their tensors are named
+
+
+def reload(runner: Any, tensors: Iterable[NamedTensor]) -> dict[str, int]:
+    """All weights of the drafter's checkpoint, by its names; returns their checksums.
+
+    ValueError names what is unknown, missing, misshapen or not finite, and nothing is changed then. RuntimeError if the target changed.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+
+    config, model = runner.vllm_config, runner.drafter.model
+    spec = config.speculative_config
+    own, aliases = _names(spec, config.model_config)
+    taken = dict(checked(tensors, own, aliases, partial=False))
+    fused = _fused(model, taken)
+    with _target_stays(runner.get_model(), model), set_current_vllm_config(config):
+        initialize_layerwise_reload(model)
+        # A module that is the target's keeps the target's weights, whatever the drafter's checkpoint has of its own there.
+        skipped = tuple(name for module, name in _ENDS.items() if _shared(runner.get_model(), model, module))
+        model.load_weights((name, tensor) for name, tensor in taken.items() if not any(part in name for part in skipped))
+        finalize_layerwise_reload(model, spec.draft_model_config)
+    if fused:
+        # Its other buffers come from the layers, which are whole again.
+        model.model._build_fused_kv_buffers()  # noqa: SLF001  # vLLM offers no other way
+        for name, tensor in fused.items():
+            setattr(model.model, name, tensor)
+    return checksums(taken)
+
+
+def on_disk(spec: Any, target_config: Any) -> dict[str, int]:
+    """Checksums of the checkpoint that vLLM loaded the drafter from; empty if it is no folder of safetensors."""
+    place = Path(spec.draft_model_config.model)
+    if not place.is_dir() or not any(place.glob("*.safetensors")):
+        return {}
+    own, aliases = _names(spec, target_config)
+    return checksums({name: tensor for name, tensor in read_tensors(place) if name in own and name not in aliases})
+
+
+def _names(spec: Any, target_config: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Names with shapes of the drafter's checkpoint, and of tied ones -> the checkpoint's. A policy's own head is named by its prefixes."""
+    drafter = spec.draft_model_config
+    tied = spec.method == "draft_model" and bool(drafter.hf_config.tie_word_embeddings)
+    own, aliases = checkpoint_names(Path(drafter.model), tied=tied)
+    if drafter.model == target_config.model and spec.method == "mtp":
+        layers = target_config.hf_text_config.num_hidden_layers
+        prefixes = ("mtp.", "model.mtp", f"model.layers.{layers}.")
+        own = {name: shape for name, shape in own.items() if name.startswith(prefixes)}
+    return own, aliases
+
+
+def _shared(target: Any, model: Any, name: str) -> bool:
+    of_target = {id(module) for path, module in target.named_modules() if path.rpartition(".")[2] == name}
+    return any(id(module) in of_target for path, module in model.named_modules() if path.rpartition(".")[2] == name)
+
+
+@contextmanager
+def _target_stays(target: Any, model: Any) -> Iterator[None]:
+    """Around a change of the drafter: tensors that it shares with the target must stay. RuntimeError names those that did not."""
+    ids = {id(tensor) for tensor in model.parameters()}
+    shared = {name: tensor for name, tensor in target.named_parameters() if id(tensor) in ids and tensor.numel()}
+    before = checksums(shared)
+    yield
+    after = checksums({name: tensor for name, tensor in target.named_parameters() if name in before})
+    changed = [name for name, value in before.items() if after.get(name) != value]
+    if changed:
+        raise RuntimeError(f"the drafter's weights changed the policy's own {', '.join(changed[:8])}")
+
+
+def _fused(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What DFlash keeps beside its layers, from new weights: the key and value projections of all layers in one matrix, and their norms.
+
+    vLLM fuses them at loading from the layers' weights [L * G, H], [L, D]; in a reload these are packed, or not there yet, when it does.
+    Empty for drafters without. ValueError for a drafter whose projections are not plain, or a tensor that is missing for it.
+    """
+    kept = vars(model.model)
+    if "_fused_kv_weight" not in kept:
+        return {}
+    fused: Tensor | None = kept["_fused_kv_weight"]
+    if fused is None or kept["_fused_kv_bias"] is not None:
+        raise ValueError("new weights of a quantised DFlash drafter, or of one with biases, cannot be loaded: start the engine anew")
+    layers = [f"layers.{layer}.self_attn" for layer in range(len(model.model.layers))]
+    wanted = [f"{layer}.{name}.weight" for layer in layers for name in ("k_proj", "v_proj", "k_norm")] + ["hidden_norm.weight"]
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        raise ValueError(f"weights refused, nothing was changed: DFlash's keys and values are made from {missing[0]}, which is not there")
+    parts = [tensors[f"{layer}.{name}.weight"] for layer in layers for name in ("k_proj", "v_proj")]
+    norms = [tensors[f"{layer}.k_norm.weight"] for layer in layers]
+    return {
+        "_fused_kv_weight": torch.cat(parts).to(fused),
+        "_k_norm_weights": torch.stack(norms).to(kept["_k_norm_weights"]),
+        "_hidden_norm_weight": tensors["hidden_norm.weight"].to(kept["_hidden_norm_weight"]),
+    }
