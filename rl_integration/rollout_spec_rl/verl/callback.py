@@ -13,6 +13,7 @@ from rollout_spec.sinks.specs import forget_targets
 from rollout_spec_rl.verl.options import WHERE, RolloutPlan, plan_rollouts
 from rollout_spec_rl.verl.patches import check_version
 from rollout_spec_rl.verl.replica import as_mapping
+from rollout_spec_rl.vllm.native_options import UNDER_VERL
 from rollout_spec_rl.vllm.options import KEY, VllmOptions
 from rollout_spec_rl.vllm.patches import check_version as check_vllm_version
 
@@ -61,7 +62,8 @@ class CheckVllmConfig(Callback):
         try:
             check_version()
             check_vllm_version()
-            VllmOptions.parse(engine["additional_config"][KEY])
+            if VllmOptions.parse(engine["additional_config"][KEY]).is_native:
+                raise ValueError(UNDER_VERL)
         except ValueError as error:
             raise SystemExit(f"rollout_spec: {error}") from None
 

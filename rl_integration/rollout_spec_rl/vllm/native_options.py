@@ -12,6 +12,10 @@ NATIVE = "vllm"  # the name of vLLM's own drafters among ours
 PROBABILISTIC = "probabilistic"
 # Their drafts are chains of any length up to the one that was set, which may be cut behind any token.
 DRIVEN = ("draft_model", "eagle", "eagle3", "mtp", "dflash")
+UNDER_VERL = (
+    "vLLM's own drafters are not driven under verl, which starts vLLM on dummy weights and sends it the policy's alone: "
+    "use drafter=suffix or a trained drafter's folder"
+)
 _MENDS = {
     "ngram": "ours does the same: drafter=ngram",
     "ngram_gpu": "ours does the same: drafter=ngram",

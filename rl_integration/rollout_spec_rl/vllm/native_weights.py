@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ def reload(runner: Any, tensors: Iterable[NamedTensor]) -> dict[str, int]:
 
     config, model = runner.vllm_config, runner.drafter.model
     spec = config.speculative_config
-    own, aliases = _names(spec, config.model_config)
-    taken = dict(checked(tensors, own, aliases, partial=False))
+    names = _names(spec, config.model_config)
+    given = ((name, tensor) for name, tensor in tensors if name not in names.of_policy)
+    taken = dict(checked(given, names.own, names.aliases, partial=False))
     fused = _fused(model, taken)
     with _target_stays(runner.get_model(), model), set_current_vllm_config(config):
         initialize_layerwise_reload(model)
@@ -51,20 +53,30 @@ def on_disk(spec: Any, target_config: Any) -> dict[str, int]:
     place = Path(spec.draft_model_config.model)
     if not place.is_dir() or not any(place.glob("*.safetensors")):
         return {}
-    own, aliases = _names(spec, target_config)
-    return checksums({name: tensor for name, tensor in read_tensors(place) if name in own and name not in aliases})
+    own = _names(spec, target_config).own
+    return checksums({name: tensor for name, tensor in read_tensors(place) if name in own})
 
 
-def _names(spec: Any, target_config: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Names with shapes of the drafter's checkpoint, and of tied ones -> the checkpoint's. A policy's own head is named by its prefixes."""
+@dataclass(frozen=True, kw_only=True)
+class _Names:
+    """Of a checkpoint that holds a drafter."""
+
+    own: Mapping[str, Tensor]  # the drafter's, with their shapes
+    aliases: Mapping[str, str]  # names of tied tensors -> own ones
+    of_policy: frozenset[str]  # the policy's, where the drafter is a head in its checkpoint
+
+
+def _names(spec: Any, target_config: Any) -> _Names:
+    """A head in the policy's checkpoint is told by its prefixes (rollout_spec_mtp.mtp.published has the layouts)."""
     drafter = spec.draft_model_config
     tied = spec.method == "draft_model" and bool(drafter.hf_config.tie_word_embeddings)
     own, aliases = checkpoint_names(Path(drafter.model), tied=tied)
-    if drafter.model == target_config.model and spec.method == "mtp":
-        layers = target_config.hf_text_config.num_hidden_layers
-        prefixes = ("mtp.", "model.mtp", f"model.layers.{layers}.")
-        own = {name: shape for name, shape in own.items() if name.startswith(prefixes)}
-    return own, aliases
+    if drafter.model != target_config.model or spec.method != "mtp":
+        return _Names(own=own, aliases=aliases, of_policy=frozenset())
+    layers = target_config.hf_text_config.num_hidden_layers
+    prefixes = ("mtp.", "model.mtp_layers.", f"model.layers.{layers}.")
+    head = {name: shape for name, shape in own.items() if name.startswith(prefixes)}
+    return _Names(own=head, aliases={}, of_policy=frozenset(own) - frozenset(head))
 
 
 def _shared(target: Any, model: Any, name: str) -> bool:

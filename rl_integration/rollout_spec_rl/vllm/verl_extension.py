@@ -10,6 +10,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from rollout_spec.engine.weights import checksums
 from rollout_spec_rl.vllm.extension import RolloutSpecExtension, proposer_of
+from rollout_spec_rl.vllm.native_options import UNDER_VERL
 from rollout_spec_rl.vllm.sync import following
 
 
@@ -21,11 +22,11 @@ class VerlExtension(vLLMColocateWorkerExtension, RolloutSpecExtension):
 
         from rollout_spec_rl.vllm import native_driver, patches
 
+        if native_driver.is_asked(settings["vllm_config"]):
+            raise ValueError(UNDER_VERL)
         if current_platform.is_cpu():
             for patch in patches.UNDER_VERL_ON_CPU:
                 patch.apply()
-        # verl's own takes what vLLM says, and hands nothing on.
-        native_driver.prepare(settings["vllm_config"])
         instance: Self = super().__new__(cls, **settings)
         instance.rollout_spec_version = -1
         return instance

@@ -101,6 +101,10 @@ import verl
     [
         (["+rollout_spec=mtp"], "drafter is not set: give the directory of a trained drafter"),
         (["+rollout_spec=suffix", "+actor_rollout_ref.rollout.custom.rollout_spec.draftlength=3"], "unknown option .*draftlength"),
+        (
+            ["+rollout_spec=vllm_suffix", "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.rollout_spec.drafter=vllm"],
+            "vLLM's own drafters are not driven under verl",
+        ),
         (["+rollout_spec=off", "actor_rollout_ref.rollout.dtype=float16"], "the embedded engine runs float32 or bfloat16"),
     ],
 )

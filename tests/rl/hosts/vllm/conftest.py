@@ -52,7 +52,7 @@ def drafters(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def natives(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of drafters that vLLM runs itself: draft, self, useless, eagle, and dflash with a reduced vocabulary."""
+    """Folder of drafters that vLLM runs itself: draft, self, useless, eagle, and with a reduced vocabulary eagle3 and dflash."""
     from tiny_vllm import write_natives
 
     return write_natives(policy, tmp_path_factory.mktemp("natives"))

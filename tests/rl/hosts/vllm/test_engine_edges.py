@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_vllm import PROMPT, VOCAB, load, sample, totals_of
+from tiny_vllm import METHODS, PROMPT, VOCAB, load, native, sample, totals_of
 
-KINDS = ("mtp", "block")
+KINDS = ("mtp", "block", "draft", "eagle", "dflash")
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,18 @@ def greedy(llm: Any, given: Sequence[Sequence[int]], length: int, **params: Any)
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
+def options_of(kind: str, drafters: Path, natives: Path) -> dict[str, Any]:
+    """Three tokens at most, by one of our drafters or of vLLM's own."""
+    return native(kind, natives) if kind in METHODS else {"drafter": str(drafters / kind), "draft_length": 3}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_corners(kind: str, start: Callable[..., Any], drafters: Path, model: Any) -> None:
+def test_corners(kind: str, start: Callable[..., Any], drafters: Path, natives: Path, model: Any) -> None:
     """One engine with small chunks and the prefix cache on; each corner is compared with the policy itself."""
-    options = {"drafter": str(drafters / kind), "draft_length": 3, "budget": "fixed:3"}
+    options = {**options_of(kind, drafters, natives), "budget": "fixed:3"}
+    if kind in METHODS:
+        # vLLM draws drafts from a noise that all requests share; only this verifier's tokens do not depend on them.
+        options["verifier"] = "gumbel"
     llm = start(options=options, max_num_batched_tokens=64, max_num_seqs=8, enable_prefix_caching=True)
     mixed = [*prompts(5, 70), *prompts(4, 33), [*PROMPT], [*PROMPT, 4], [*PROMPT]]
     expected = [continued(model, prompt, 12) for prompt in mixed]
@@ -126,15 +134,16 @@ def check_seeds(llm: Any) -> None:
     assert len(set(sample(llm, 6, 10, temperature=1.0))) == 6, "n > 1"
 
 
+@pytest.mark.parametrize("kind", ["mtp", "draft", "dflash"])
 def test_requests_are_told_of_as_vllm_counts_them_and_with_their_entropy(
-    start: Callable[..., Any], drafters: Path, model: Any, tmp_path: Path
+    kind: str, start: Callable[..., Any], drafters: Path, natives: Path, model: Any, tmp_path: Path
 ) -> None:
     from vllm import SamplingParams
 
     from rollout_spec.events import RequestEvent, RoundEvent
     from rollout_spec.sinks import read_events
 
-    options = {"drafter": str(drafters / "mtp"), "draft_length": 3, "budget": "fixed:3", "events": str(tmp_path)}
+    options = {**options_of(kind, drafters, natives), "budget": "fixed:3", "events": str(tmp_path)}
     llm = start(options=options, per_request_spec_decode_metrics="detailed")
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": list(PROMPT)}, {"prompt_token_ids": list(PROMPT[:9])}], params, use_tqdm=False)
@@ -157,11 +166,13 @@ def test_requests_are_told_of_as_vllm_counts_them_and_with_their_entropy(
     assert sum(event.num_draft_tokens for event in rounds) == sum(record["num_draft_tokens"] for record in records.values())
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_logprobs_are_of_the_law_that_they_say(mode: str, start: Callable[..., Any], drafters: Path, model: Any) -> None:
+@pytest.mark.parametrize(("kind", "mode"), [("mtp", "raw_logprobs"), ("mtp", "processed_logprobs"), ("draft", "processed_logprobs")])
+def test_logprobs_are_of_the_law_that_they_say(
+    kind: str, mode: str, start: Callable[..., Any], drafters: Path, natives: Path, model: Any
+) -> None:
     from vllm import SamplingParams
 
-    llm = start(options={"drafter": str(drafters / "mtp"), "draft_length": 3, "budget": "fixed:3"}, logprobs_mode=mode)
+    llm = start(options={**options_of(kind, drafters, natives), "budget": "fixed:3"}, logprobs_mode=mode)
     params = SamplingParams(temperature=0.5, max_tokens=16, ignore_eos=True, logprobs=0, detokenize=False)
     output = llm.generate({"prompt_token_ids": list(PROMPT)}, params, use_tqdm=False)[0].outputs[0]
     tokens = list(output.token_ids)
@@ -172,11 +183,12 @@ def test_logprobs_are_of_the_law_that_they_say(mode: str, start: Callable[..., A
     assert torch.allclose(found, expected, atol=1e-4)
 
 
-def test_block_verification_accepts_no_less_than_the_chain(start: Callable[..., Any], drafters: Path) -> None:
+@pytest.mark.parametrize("kind", ["mtp", "draft"])
+def test_block_verification_accepts_no_less_than_the_chain(kind: str, start: Callable[..., Any], drafters: Path, natives: Path) -> None:
     """vLLM's own option of that name does nothing in this runner; ours is one scheme among others."""
     rates = {}
     for verifier in ("block", "rejection"):
-        llm = start(options={"drafter": str(drafters / "mtp"), "draft_length": 3, "budget": "fixed:3", "verifier": verifier})
+        llm = start(options={**options_of(kind, drafters, natives), "budget": "fixed:3", "verifier": verifier})
         sample(llm, 300, 24, temperature=1.0)
         seen = totals_of(llm)
         rates[verifier] = (seen["rollout/spec_accept_length"], seen["rollout_spec/num_tokens"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_engine_lossless import LAWS, LEAST_P, greedy, processor
-from tiny_vllm import PROMPT, driver_of, exact_law, fit, load, native, sample, totals_of
+from tiny_vllm import PROMPT, driver_of, exact_law, fit, load, native, sample, totals_of, write_mtp_policy
 from torch import Tensor
 
 from rollout_spec.budget import Budget, BudgetSignals, FixedBudget
@@ -20,6 +20,7 @@ LENGTH, COUNT = 5, 1500
 CASES = [
     ("draft", "auto", "auto"),
     ("eagle", "entropy", "rejection"),
+    ("eagle3", "fixed:2", "auto"),
     ("dflash", "fixed:3", "auto"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
@@ -62,6 +63,14 @@ def test_the_law_is_the_policys(
     seen = check_laws(start(options={**native(kind, natives), "budget": budget, "verifier": verifier}), laws, model)
     if budget != "auto":
         assert 0.02 < seen["rollout/spec_accept_rate"] < 0.98, "nothing was tested: drafts were always, or never, accepted"
+
+
+def test_the_law_with_the_head_of_the_policys_own_checkpoint(start: Callable[..., Any], tmp_path: Path) -> None:
+    policy = write_mtp_policy(tmp_path / "model")
+    own = load(policy)
+    expected = {name: exact_law(own, processor(**params), LENGTH) for name, params in LAWS.items()}
+    options = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "budget": "fixed:2"}
+    assert 0.02 < check_laws(start(model=str(policy), options=options), expected, own)["rollout/spec_accept_rate"] < 0.98
 
 
 def test_drafts_that_are_no_draws_are_verified_by_exact_match(

@@ -72,7 +72,14 @@ def write_drafters(policy: Path, folder: Path) -> Path:
     return folder
 
 
-METHODS = {"draft": "draft_model", "self": "draft_model", "useless": "draft_model", "eagle": "eagle", "dflash": "dflash"}
+METHODS = {
+    "draft": "draft_model",
+    "self": "draft_model",
+    "useless": "draft_model",
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+    "dflash": "dflash",
+}
 
 
 def native(kind: str, natives: Path, **config: Any) -> dict[str, Any]:
@@ -81,7 +88,7 @@ def native(kind: str, natives: Path, **config: Any) -> dict[str, Any]:
 
 
 def write_natives(policy: Path, folder: Path) -> Path:
-    """Drafters that vLLM runs itself: the policy, one near it, one that wants what it does not, an EAGLE head and a DFlash block."""
+    """Drafters that vLLM runs itself: the policy, one near it, one that wants what it does not, two EAGLE heads and a DFlash block."""
     from rollout_spec_mtp.kinds import kind_of
     from rollout_spec_mtp.training.protocol import PolicyParts
 
@@ -96,6 +103,7 @@ def write_natives(policy: Path, folder: Path) -> Path:
     near.save_pretrained(folder / "draft")
     useless.save_pretrained(folder / "useless")
     write_eagle(policy, folder / "eagle")
+    write_eagle3(policy, folder / "eagle3")
     torch.manual_seed(1)
     config = {"num_layers": 2, "block_size": 4, "target_layers": [0, 1], "mask_token_id": 0}
     block = kind_of("block").build(config, PolicyParts.of(load(policy)), torch.arange(0, VOCAB, 2))
@@ -111,8 +119,6 @@ def write_natives(policy: Path, folder: Path) -> Path:
 
 def write_eagle(policy: Path, folder: Path) -> None:
     """The policy's last layer, not quite, on a mixture of the token's embedding and the policy's last state; and the policy's embedding."""
-    from safetensors.torch import save_file
-
     model = load(policy)
     generator = torch.Generator().manual_seed(5)
     tensors = {"embed_tokens.weight": model.model.embed_tokens.weight.detach().clone()}
@@ -121,10 +127,67 @@ def write_eagle(policy: Path, folder: Path) -> None:
         tensors[f"layers.0.{name}"] = (parameter + noise).detach()
     del tensors["layers.0.input_layernorm.weight"]  # an EAGLE head's first layer has none
     tensors["fc.weight"] = torch.cat([0.1 * torch.eye(model.config.hidden_size), torch.eye(model.config.hidden_size)], dim=1)
+    _save_head(tensors, model, folder)
+
+
+def write_eagle3(policy: Path, folder: Path) -> None:
+    """A random layer over three of the policy's layers, with a head of its own over every other token."""
+    model = load(policy)
+    hidden, ids = model.config.hidden_size, torch.arange(0, VOCAB, 2)
+    generator = torch.Generator().manual_seed(6)
+    tensors = {f"midlayer.{name}": parameter.detach().clone() for name, parameter in model.model.layers[-1].named_parameters()}
+    for name in ("q", "k", "v"):  # of the token's embedding beside the states
+        weight = tensors[f"midlayer.self_attn.{name}_proj.weight"]
+        tensors[f"midlayer.self_attn.{name}_proj.weight"] = torch.cat([weight, weight], dim=1)
+    tensors |= {
+        "midlayer.hidden_norm.weight": torch.ones(hidden),
+        "norm.weight": model.model.norm.weight.detach().clone(),
+        "fc.weight": torch.cat([torch.eye(hidden)] * 3, dim=1) + 0.05 * torch.randn(hidden, 3 * hidden, generator=generator),
+        "lm_head.weight": model.lm_head.weight.detach()[ids].clone(),
+        "d2t": ids - torch.arange(ids.numel()),
+    }
+    _save_head(tensors, model, folder, draft_vocab_size=ids.numel())
+
+
+def _save_head(tensors: dict[str, Tensor], model: Any, folder: Path, **config: Any) -> None:
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {**model.config.to_dict(), "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(config))
+    own = {**model.config.to_dict(), "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"], **config}
+    (folder / "config.json").write_text(json.dumps(own))
+
+
+def write_mtp_policy(folder: Path) -> Path:
+    """A random policy like MiMo, a Qwen2 whose checkpoint holds an MTP head: its last layer, not quite, behind a mixture of its inputs."""
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+    )
+    torch.manual_seed(4)
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    head = {name: tensor.clone() for name, tensor in tensors.items() if name.startswith("model.layers.2.")}
+    eye, norm = torch.eye(config.hidden_size), torch.ones(config.hidden_size)
+    tensors |= {name.replace("layers.2", "mtp_layers.0"): tensor + 0.02 * torch.randn_like(tensor) for name, tensor in head.items()}
+    tensors |= {f"model.mtp_layers.0.{name}_layernorm.weight": norm.clone() for name in ("token", "hidden", "final")}
+    tensors["model.mtp_layers.0.input_proj.weight"] = torch.cat([eye, 0.3 * eye], dim=1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
 
 
 @dataclass
