@@ -36,6 +36,7 @@ def test_one_call_says_all_that_vllm_needs(tmp_path: Path) -> None:
         ({"drafter": "suffix", "verifier": "block"}, "needs sampled drafts"),
         ({"drafter": "suffix", "verifier": "traversal"}, "in vLLM drafts are chains"),
         ({"drafter": "suffix", "budget": "much"}, "give off, fixed:K"),
+        ({"drafter": "suffix", "draft_length": 3, "budget": "fixed:4"}, "drafts up to 4 tokens, and vLLM is given room for 3"),
         ({"drafter": "suffix", "sinks": ["prometheus"]}, "needs additional_config.rollout_spec.events"),
     ],
 )
@@ -78,6 +79,14 @@ def test_what_of_vllms_own_is_not_driven(config: dict[str, Any], options: dict[s
     eagle = {"method": "eagle", "model": "heads/eagle", "num_speculative_tokens": 5}
     with pytest.raises(ValueError, match=message):
         engine_args(speculative_config={**eagle, **config}, **options)
+
+
+def test_a_table_goes_no_deeper_than_vllm_has_room_for(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    table.write_text('{"4": 5, "16": 1}')
+    assert VllmOptions(drafter="suffix", draft_length=5, budget=f"batch_table:{table}").controller().name == "batch_table"
+    with pytest.raises(ValueError, match="drafts up to 5 tokens, and vLLM is given room for 4"):
+        VllmOptions(drafter="suffix", draft_length=4, budget=f"batch_table:{table}")
 
 
 def test_vllms_own_drafters_have_no_name_among_ours() -> None:

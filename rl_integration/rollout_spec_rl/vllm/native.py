@@ -92,14 +92,15 @@ class NativeDrafter:
         """Chains [A]. ValueError if the drafter's distribution is none."""
         turn = self._turn
         assert turn is not None, "a native drafter drafts inside a step of its runner"
-        depth = min(budget.max_depth, max(turn.room, 0))
-        if self._fixed_length is not None and self._fixed_length > turn.room:
-            depth = 0
+        empty = DraftTree.empty(len(context.requests))
         if turn.room < 0:
-            return DraftTree.empty(len(context.requests))
-        drafted = turn.draft(self._fixed_length if depth and self._fixed_length is not None else depth)
-        if depth == 0:
-            return DraftTree.empty(len(context.requests))
+            return empty
+        depth = length = min(budget.max_depth, turn.room)
+        if depth and self._fixed_length is not None:
+            length = self._fixed_length if self._fixed_length <= turn.room else 0
+        drafted = turn.draft(length)
+        if length == 0:
+            return empty
         rows = torch.tensor([turn.rows[request.request_id] for request in context.requests])
         token_ids = drafted.token_ids[rows, :depth].long()
         lengths = budget.draft_lengths.clamp_max(depth)

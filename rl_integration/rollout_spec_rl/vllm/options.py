@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.budget import BudgetController
+from rollout_spec.budget import BudgetController, FixedBudget
 from rollout_spec.composition import draw_for
+from rollout_spec.controllers.table import BatchTableBudget
 from rollout_spec.session import AUTO, parse_budget, parse_scheme
 from rollout_spec.tree import Draw
 from rollout_spec.verify import Scheme
@@ -60,9 +61,14 @@ class VllmOptions:
                 f"{WHERE}.verifier={self.verifier!r} needs sampled drafts, and those of {self.drafter} are not: use exact_match or auto"
             )
         try:
-            self.controller()
+            deepest = _deepest(self.controller())
         except ValueError as error:
             raise ValueError(f"{WHERE}: {error}") from None
+        if deepest > self.draft_length:
+            raise ValueError(
+                f"{WHERE}.budget={self.budget!r} drafts up to {deepest} tokens, and vLLM is given room for {self.draft_length}: "
+                "give as many as draft_length (num_speculative_tokens of vLLM's own drafters)"
+            )
 
     @property
     def is_model_free(self) -> bool:
@@ -101,6 +107,13 @@ class VllmOptions:
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise ValueError(f"{WHERE}.{name} must be {wanted}, got {value!r}")
         return cls(**given)
+
+
+def _deepest(controller: BudgetController) -> int:
+    """The longest draft that a budget names; 0 for one that keeps to the length it was made with."""
+    if isinstance(controller, FixedBudget):
+        return controller.draft_length
+    return max(length for _, length in controller.table) if isinstance(controller, BatchTableBudget) else 0
 
 
 _TEXT, _TEXT_OR_NONE, _NUMBER = (str,), (str, type(None)), (int,)

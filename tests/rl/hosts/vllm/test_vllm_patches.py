@@ -48,11 +48,13 @@ def test_nothing_to_constrain_still_fails() -> None:
     from types import SimpleNamespace
 
     import torch
+    from vllm.platforms import current_platform
 
     constrain = original("vllm.v1.sample.rejection_sampler:apply_sampling_constraints")
     assert callable(constrain)
     for patch in patches.ON_CPU:
         patch.apply()
+    current_platform.register_triton_kernel_overrides()  # as vLLM does before it makes a worker
     metadata = SimpleNamespace(all_greedy=False, temperature=torch.ones(1), top_k=torch.tensor([2]), top_p=None)
     given = (torch.empty(0, 8), torch.zeros(1, dtype=torch.int32), metadata)
     with pytest.raises((IndexError, RuntimeError)):
