@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from tiny_vllm import PROMPT, driver_of, exact_law, fit, load, native, sample, t
 from torch import Tensor
 
 from rollout_spec.budget import Budget, BudgetSignals, FixedBudget
+from rollout_spec.drafter import DraftContext
 from rollout_spec.events import RoundEvent
 from rollout_spec.sinks import read_events
+from rollout_spec.tree import DraftTree
+from rollout_spec_rl.vllm.native import NativeDrafter
 
 LENGTH, COUNT = 5, 1500
 CASES = [
@@ -93,11 +97,43 @@ def test_the_policy_as_its_own_drafter_is_always_accepted(start: Callable[..., A
     assert totals_of(llm)["rollout/spec_accept_rate"] > 0.999
 
 
+@pytest.mark.parametrize("kind", ["draft", "dflash"])
+def test_drafts_are_draws_from_the_distribution_that_is_kept_of_them(
+    kind: str, start: Callable[..., Any], natives: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the request samples from less than that: with one token left to the policy all requests go the same way, and are
+    drafted for from the same distribution."""
+    seen: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+    right = NativeDrafter.propose
+
+    def listening(self: NativeDrafter, context: DraftContext, budget: Budget) -> DraftTree:
+        tree = right(self, context, budget)
+        if tree.draft_probs is not None:
+            for request, tokens, probs in zip(context.requests, tree.token_ids.tolist(), tree.draft_probs[:, 0], strict=True):
+                seen[request.next_position].append((tokens[0], probs.double()))
+        return DraftTree.empty(len(context.requests))
+
+    monkeypatch.setattr(NativeDrafter, "propose", listening)
+    llm = start(options={**native(kind, natives), "budget": "fixed:3"})
+    for params in ({"top_k": 1}, {"top_p": 1e-6}):
+        seen.clear()
+        sample(llm, 64, 40, temperature=1.3, **params)
+        assert sum(map(len, seen.values())) > 2000
+        excess, variance = 0.0, 0.0
+        for drafts in seen.values():
+            law = drafts[0][1]
+            assert max(float((probs - law).abs().max()) for _, probs in drafts) < 1e-4
+            # Of -log q(x): its mean is the entropy if x was drawn from q.
+            surprise = -law.clamp_min(1e-30).log()
+            mean = float((law * surprise).sum())
+            excess += sum(float(surprise[token]) - mean for token, _ in drafts)
+            variance += len(drafts) * float((law * (surprise - mean) ** 2).sum())
+        assert abs(excess) < 4 * variance**0.5, f"{params}: {excess / variance**0.5:.1f} standard deviations"
+
+
 def test_a_wrong_distribution_is_noticed(
     start: Callable[..., Any], natives: Path, laws: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollout_spec_rl.vllm.native import NativeDrafter
-
     right = NativeDrafter._probs
 
     def of_the_next_token(self: NativeDrafter, *args: Any) -> Tensor:

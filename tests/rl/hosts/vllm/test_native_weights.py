@@ -64,6 +64,14 @@ def drafted(llm: Any, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     return torch.stack(seen)
 
 
+def written(tensors: dict[str, Tensor], like: Path, folder: Path) -> None:
+    """A checkpoint folder with other tensors."""
+    shutil.copytree(like, folder)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def update(llm: Any, tensors: dict[str, Tensor], version: int) -> str:
     (checksum,) = llm.collective_rpc("rollout_spec_update_drafter", args=(list(tensors.items()), version))
     return str(checksum)
@@ -75,11 +83,7 @@ def test_drafts_are_those_of_the_new_weights(
 ) -> None:
     old = dict(read_tensors(natives / kind))
     new = moved(old, seed=7)
-    fresh = tmp_path / kind
-    shutil.copytree(natives / kind, fresh)
-    for file in fresh.glob("*.safetensors"):
-        file.unlink()
-    save_file(new, fresh / "model.safetensors", metadata={"format": "pt"})
+    written(new, natives / kind, tmp_path / kind)
     llm = start(options=settings(kind, tmp_path))
     expected, policy = drafted(llm, monkeypatch), sample(llm, 1, 20, temperature=0)
     del llm
@@ -124,6 +128,30 @@ def test_a_head_in_the_policys_checkpoint_is_updated_alone(
     assert sample(llm, 1, 20, temperature=0) == tokens
     assert update(llm, whole, 3) == checksum
     torch.testing.assert_close(drafted(llm, monkeypatch), before, rtol=1e-5, atol=1e-6)
+    # The policy's update is all of its checkpoint, and leaves the head in it alone.
+    llm.collective_rpc("rollout_spec_update_policy", args=(list((whole | moved(head, seed=8)).items()), 1))
+    torch.testing.assert_close(drafted(llm, monkeypatch), before, rtol=1e-5, atol=1e-6)
+    assert sample(llm, 1, 20, temperature=0) == tokens
+
+
+def test_what_a_head_borrows_follows_the_policys_update(
+    start: Callable[..., Any], policy: Path, natives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An EAGLE head without an embedding uses the policy's, and its output head: those of an engine that began with the new policy."""
+    tensors = dict(read_tensors(natives / "eagle"))
+    del tensors["embed_tokens.weight"]
+    written(tensors, natives / "eagle", tmp_path / "eagle")
+    new = moved(dict(read_tensors(policy)), seed=9)
+    new["model.norm.weight"] = new["model.norm.weight"].abs() + 0.5
+    written(new, policy, tmp_path / "policy")
+    llm = start(model=str(tmp_path / "policy"), options=settings("eagle", tmp_path))
+    expected, tokens = drafted(llm, monkeypatch), sample(llm, 1, 20, temperature=0)
+    del llm
+    llm = start(options=settings("eagle", tmp_path))
+    assert (drafted(llm, monkeypatch) - expected).abs().max() > 0.05
+    llm.collective_rpc("rollout_spec_update_policy", args=(list(new.items()), 1))
+    torch.testing.assert_close(drafted(llm, monkeypatch), expected, rtol=1e-5, atol=1e-6)
+    assert sample(llm, 1, 20, temperature=0) == tokens
 
 
 def test_what_a_drafter_shares_with_the_policy_stays_the_policys(
