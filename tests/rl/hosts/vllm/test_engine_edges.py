@@ -75,6 +75,25 @@ def test_corners(kind: str, start: Callable[..., Any], drafters: Path, natives: 
     assert seen["rollout/spec_accept_rate"] > 0
 
 
+@pytest.mark.parametrize("kind", ["mtp", "draft", "dflash"])
+def test_preempted_requests_go_on_where_they_were(kind: str, start: Callable[..., Any], drafters: Path, natives: Path, model: Any) -> None:
+    """With too few blocks for all, requests lose their K/V in the middle and are computed anew, their drafts with them."""
+    options = {**options_of(kind, drafters, natives), "budget": "fixed:3"}
+    llm = start(options=options, num_gpu_blocks_override=14, enable_prefix_caching=False)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, list[str]()
+
+    def counting(request: Any, *args: Any, **settings: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *args, **settings)
+
+    scheduler._preempt_request = counting
+    given = prompts(8, 30)
+    assert greedy(llm, given, 60) == [continued(model, prompt, 60) for prompt in given]
+    assert preempted
+    assert totals_of(llm)["rollout/spec_accept_rate"] > 0
+
+
 def test_a_stop_string_inside_a_draft_ends_the_text_before_it(start: Callable[..., Any], repository_root: Path, tmp_path: Path) -> None:
     """The worker knows no text: it learns by an abort that a request is over, with more tokens accepted than were asked for."""
     from vllm import SamplingParams
