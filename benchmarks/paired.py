@@ -33,6 +33,14 @@ class Interval:
         return self.low > 0 or self.high < 0
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sums:
+    """One arm's sums and counts by sequence, both [S]."""
+
+    sums: Floats
+    counts: Floats
+
+
 def mean_interval(sums: Floats, counts: Floats) -> Interval:
     """``sum sums / sum counts`` over sequences, sums and counts [S]: every position counts the same, whatever its sequence's length."""
     _check(sums, counts)
@@ -45,6 +53,15 @@ def gain_interval(sums: Floats, baseline_sums: Floats, counts: Floats) -> Interv
     _check(baseline_sums, counts)
     both = _resampled(np.stack([sums, baseline_sums], axis=1), counts)
     return _interval(_ratio(sums, counts) / _ratio(baseline_sums, counts) - 1, both[:, 0] / both[:, 1] - 1)
+
+
+def difference_interval(arm: Sums, other: Sums) -> Interval:
+    """``mean - other mean``, means as in ``mean_interval``, of two arms that each counted what it saw of the same sequences."""
+    _check(arm.sums, arm.counts)
+    _check(other.sums, other.counts)
+    # The generator is seeded, so both arms get the same draws.
+    one, two = (_resampled(part.sums[:, None], part.counts)[:, 0] for part in (arm, other))
+    return _interval(_ratio(arm.sums, arm.counts) - _ratio(other.sums, other.counts), one - two)
 
 
 def _resampled(sums: Floats, counts: Floats) -> Floats:

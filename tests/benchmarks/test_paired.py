@@ -27,6 +27,22 @@ def test_interval_covers_the_truth_as_often_as_it_says(monkeypatch: pytest.Monke
     assert 260 <= covered <= 299
 
 
+def test_difference_is_paired_and_each_arm_has_its_own_counts() -> None:
+    generator = np.random.default_rng(11)
+    level = generator.uniform(0.1, 0.9, size=40)  # of a sequence, in both arms
+    counts, others = generator.integers(20, 120, size=(2, 40)).astype(float)
+    arm, other = paired.Sums(sums=level * counts, counts=counts), paired.Sums(sums=(level - 0.05) * others, counts=others)
+    found = paired.difference_interval(arm, other)
+    assert found.value == pytest.approx((level * counts).sum() / counts.sum() - ((level - 0.05) * others).sum() / others.sum())
+    assert found.low < found.value < found.high
+    alone = paired.mean_interval(arm.sums, arm.counts)
+    assert found.high - found.low < alone.high - alone.low, "what both arms share of a sequence cancels"
+    same = paired.difference_interval(arm, arm)
+    assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="two or more sequences"):
+        paired.difference_interval(arm, paired.Sums(sums=others[:1], counts=others[:1]))
+
+
 def test_gain_is_paired() -> None:
     generator = np.random.default_rng(3)
     counts = generator.integers(20, 120, size=40).astype(float)

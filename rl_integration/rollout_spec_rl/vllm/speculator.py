@@ -191,6 +191,11 @@ class Speculator:
                 self.drafter.finish(request.view)
             self.reporter.finished(request, self.weights_version)
 
+    def close(self) -> None:
+        """The engine ends: requests that still ran are aborted ones, and sinks deliver what they hold. Closing twice is allowed."""
+        self._forget_finished({})
+        self.sink.close()
+
     def target_updated(self, version: int) -> None:
         """The policy's weights changed: states of the old ones are void, and requests that run on are no longer drafted for by them."""
         self.weights_version = version
