@@ -221,9 +221,7 @@ def main() -> None:
     context = max(map(len, prompts)) + options.tokens
     found = {}
     for drafter in options.drafters:
-        setting = Setting(
-            model=options.model, drafter=drafter, draft_length=options.draft_length, dtype=options.dtype, max_context=context
-        )
+        setting = Setting(model=options.model, drafter=drafter, draft_length=options.draft_length, dtype=options.dtype, max_context=context)
         found[drafter] = compare(setting, prompts, options.samples, options.tokens)
         print(json.dumps(found[drafter], indent=2), flush=True)
     settings = {name: value for name, value in vars(options).items() if name != "json"}
