@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,16 @@ def test_a_resumed_sample_replaces_its_cut_short_part() -> None:
     history.add("p", [1], version=1)  # a part of others is kept: it may be a sample that stopped there
     assert contents(history) == {"p": [([1, 3], 0, 1), ([1, 2, 4], 1, 1), ([1], 1, 1)]}
     assert history.num_tokens == 6
+
+
+def test_a_sample_costs_the_same_among_thousands() -> None:
+    """They are found by their tokens: looking through them took half a minute for these."""
+    history = store(max_tokens=10**6, max_tokens_per_prompt=10**6)
+    began = time.process_time()
+    for sample in np.random.default_rng(0).permutation(10_000):
+        history.add("p", [int(sample) // 1000, int(sample) % 1000, 7, 7, 7], version=0)
+    assert time.process_time() - began < 20
+    assert (len(history.samples("p")), history.num_tokens) == (10_000, 50_000)
 
 
 def test_oldest_version_goes_first_then_the_least_recently_used_prompt() -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,34 @@ class Sample:
     count: int  # times it was sampled
 
 
+@dataclass(kw_only=True)
+class _Outputs:
+    """Of one prompt. Samples are found by their tokens: a prompt of a long training has thousands of them."""
+
+    samples: dict[bytes, Sample] = field(default_factory=dict)  # in the order in which they were last added
+    lengths: Counter[int] = field(default_factory=Counter)  # how many samples have each
+    num_tokens: int = 0
+
+    def prefixes_of(self, token_ids: np.ndarray) -> list[Sample]:
+        """Samples that an output begins with, itself included."""
+        lengths = sorted(length for length in self.lengths if length <= len(token_ids))
+        found = (self.samples.get(token_ids[:length].tobytes()) for length in lengths)
+        return [sample for sample in found if sample is not None]
+
+    def put(self, sample: Sample) -> None:
+        self.samples[sample.token_ids.tobytes()] = sample
+        self.lengths[len(sample.token_ids)] += 1
+        self.num_tokens += len(sample.token_ids)
+
+    def take(self, sample: Sample) -> None:
+        length = len(sample.token_ids)
+        del self.samples[sample.token_ids.tobytes()]
+        self.num_tokens -= length
+        self.lengths[length] -= 1
+        if not self.lengths[length]:
+            del self.lengths[length]
+
+
 class HistoryStore:
     """Outputs by prompt key, at most ``max_tokens`` in all and ``max_tokens_per_prompt`` for one prompt.
 
@@ -40,7 +68,7 @@ class HistoryStore:
             raise ValueError(f"token bounds must be 0 or more, got {max_tokens} and {max_tokens_per_prompt}")
         self.max_tokens = max_tokens
         self.max_tokens_per_prompt = max_tokens_per_prompt
-        self._samples: OrderedDict[str, list[Sample]] = OrderedDict()  # least recently used prompt first
+        self._prompts: OrderedDict[str, _Outputs] = OrderedDict()  # least recently used first
         self._tokens_by_version: dict[int, int] = {}
 
     @property
@@ -49,41 +77,38 @@ class HistoryStore:
 
     def prompt_keys(self) -> list[str]:
         """Least recently used first."""
-        return list(self._samples)
+        return list(self._prompts)
 
     def samples(self, prompt_key: str) -> list[Sample]:
         """The prompt's samples, oldest weights version first; counts as use."""
-        if prompt_key not in self._samples:
+        if prompt_key not in self._prompts:
             return []
-        self._samples.move_to_end(prompt_key)
-        return sorted(self._samples[prompt_key], key=lambda sample: sample.version)
+        self._prompts.move_to_end(prompt_key)
+        return sorted(self._prompts[prompt_key].samples.values(), key=lambda sample: sample.version)
 
     def add(self, prompt_key: str, token_ids: Sequence[int] | np.ndarray, version: int, count: int = 1) -> None:
         """Record an output [L] sampled ``count`` times at a weights version."""
         new = np.asarray(token_ids, dtype=np.int32)
         if not len(new):
             return
-        kept = []
-        for sample in self._samples.get(prompt_key, []):
-            length = len(sample.token_ids)
-            if length <= len(new) and np.array_equal(sample.token_ids, new[:length]):
-                self._account(sample, -1)
-                if length == len(new):
-                    count += sample.count
-                    version = max(version, sample.version)
-            else:
-                kept.append(sample)
+        outputs = self._prompts.setdefault(prompt_key, _Outputs())
+        for sample in outputs.prefixes_of(new):
+            outputs.take(sample)
+            self._account(sample, -1)
+            if len(sample.token_ids) == len(new):
+                count += sample.count
+                version = max(version, sample.version)
         added = Sample(token_ids=new, version=version, count=count)
+        outputs.put(added)
         self._account(added, +1)
-        self._samples[prompt_key] = [*kept, added]
-        self._samples.move_to_end(prompt_key)
+        self._prompts.move_to_end(prompt_key)
         self._trim_prompt(prompt_key)
         self._trim()
 
     def save(self, path: Path) -> None:
         """Write everything to one .npz file, all or nothing (written beside it, then renamed)."""
-        keys = list(self._samples)
-        rows = [(index, sample) for index, key in enumerate(keys) for sample in self._samples[key]]
+        keys = list(self._prompts)
+        rows = [(index, sample) for index, key in enumerate(keys) for sample in self._prompts[key].samples.values()]
         part = path.with_name(path.name + ".part")
         with part.open("wb") as file:
             np.savez(
@@ -120,25 +145,22 @@ class HistoryStore:
             del self._tokens_by_version[sample.version]
 
     def _trim_prompt(self, prompt_key: str) -> None:
-        samples = self._samples[prompt_key]
-        while sum(len(sample.token_ids) for sample in samples) > self.max_tokens_per_prompt:
-            oldest = min(samples, key=lambda sample: sample.version)
-            self._drop(prompt_key, oldest)
-            samples = self._samples.get(prompt_key, [])
+        outputs = self._prompts[prompt_key]
+        while outputs.num_tokens > self.max_tokens_per_prompt:
+            self._drop(prompt_key, min(outputs.samples.values(), key=lambda sample: sample.version))
 
     def _trim(self) -> None:
         while self.num_tokens > self.max_tokens:
             oldest = min(self._tokens_by_version)
-            key, sample = next((key, sample) for key, samples in self._samples.items() for sample in samples if sample.version == oldest)
-            self._drop(key, sample)
+            of_all = ((key, sample) for key, outputs in self._prompts.items() for sample in outputs.samples.values())
+            self._drop(*next((key, sample) for key, sample in of_all if sample.version == oldest))
 
     def _drop(self, prompt_key: str, sample: Sample) -> None:
         self._account(sample, -1)
-        left = [other for other in self._samples[prompt_key] if other is not sample]
-        if left:
-            self._samples[prompt_key] = left
-        else:
-            del self._samples[prompt_key]
+        outputs = self._prompts[prompt_key]
+        outputs.take(sample)
+        if not outputs.samples:
+            del self._prompts[prompt_key]
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
