@@ -14,17 +14,20 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0 H
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export VERL_FILE_LOGGER_PATH="$run/metrics.jsonl"
 
-# drafter_of CONFIG: says in `drafter` which drafter SPEC=mtp or SPEC=block takes: the one in the folder DRAFTER or, if that is empty, one
-# that CONFIG trains on the run's policy and prompts before the first step.
+# drafter_of CONFIG: says in `drafter` which drafter SPEC=mtp, block, vllm_mtp or vllm_block takes: the one in the folder DRAFTER or, if that is
+# empty, one that CONFIG trains on the run's policy and prompts before the first step.
 drafter_of() {
-  local custom=actor_rollout_ref.rollout.custom.rollout_spec
+  local ours=actor_rollout_ref.rollout.custom.rollout_spec options
   drafter=()
-  if [ "$SPEC" != mtp ] && [ "$SPEC" != block ]; then
-    return
-  elif [ -n "${DRAFTER:-}" ]; then
-    drafter=("$custom.drafter=$(cd "$DRAFTER" && pwd)")
+  case "$SPEC" in
+    mtp | block) options="$ours" ;;
+    vllm_mtp | vllm_block) options=actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.rollout_spec ;;
+    *) return ;;
+  esac
+  if [ -n "${DRAFTER:-}" ]; then
+    drafter=("$options.drafter=$(cd "$DRAFTER" && pwd)")
   else
-    drafter=("+$custom.refresh_before_rl=true" "+$custom.drafter_config=$1")
+    drafter=("+$ours.refresh_before_rl=true" "+$ours.drafter_config=$1")
   fi
 }
 

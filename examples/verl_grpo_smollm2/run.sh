@@ -15,7 +15,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc)}"
 source "$here/../grpo.sh"
 [ -d "$run/data/model" ] || "$python" "$here/prepare.py" "$run/data"
 
-drafter_of "$here/../../configs/drafter/mtp_smollm2.yaml"
+drafter_of "$here/../../configs/drafter/${SPEC##*_}_smollm2.yaml"
 
 grpo verl.trainer.main_ppo \
   trainer.total_training_steps=24 data.seed=1 algorithm.rollout_correction.rollout_is=token \

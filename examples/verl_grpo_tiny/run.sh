@@ -4,7 +4,8 @@
 #   examples/verl_grpo_tiny/run.sh [hydra overrides]        # e.g. trainer.total_training_steps=40
 #   SPEC=vllm_suffix examples/verl_grpo_tiny/run.sh         # rollouts by vLLM
 #   MODE=fully_async examples/verl_grpo_tiny/run.sh         # or colocate_async, separate_async; default sync
-#   SPEC=mtp examples/verl_grpo_tiny/run.sh                 # trains an MTP head on this policy and these prompts first, in seconds
+#   SPEC=mtp examples/verl_grpo_tiny/run.sh                 # trains an MTP head on this policy and these prompts first, in seconds;
+#                                                           # or block, and vllm_mtp or vllm_block for the same with rollouts by vLLM
 #
 # RUN (default runs/verl_grpo_tiny), PYTHON and SPEC (default suffix) as in examples/grpo.sh. The model and prompts are made by prepare.py.
 set -euo pipefail
@@ -40,7 +41,7 @@ case "$MODE" in
     ;;
 esac
 
-drafter_of "$here/drafter.yaml"
+drafter_of "$here/drafter_${SPEC##*_}.yaml"
 
 grpo "$trainer" \
   data.max_prompt_length=64 data.max_response_length=32 \

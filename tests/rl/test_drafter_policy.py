@@ -28,7 +28,7 @@ from rollout_spec.engine.weights import checksums  # noqa: E402
 from rollout_spec_mtp.checkpoint import save_drafter  # noqa: E402
 from rollout_spec_mtp.training.protocol import PolicyParts  # noqa: E402
 from rollout_spec_rl.verl import before_rl  # noqa: E402
-from rollout_spec_rl.verl.before_rl import rl_prompts, train_before_rl, training_config  # noqa: E402
+from rollout_spec_rl.verl.before_rl import plan_before_vllm, rl_prompts, train_before_rl, training_config  # noqa: E402
 from rollout_spec_rl.verl.drafter_policy import DraftRefresher, ServedDrafter, serve_drafter  # noqa: E402
 from rollout_spec_rl.verl.metrics import StepSink, named  # noqa: E402
 from rollout_spec_rl.verl.options import RolloutPlan, RolloutSpecOptions, plan_rollouts  # noqa: E402
@@ -305,6 +305,29 @@ def test_the_first_drafter_is_cached_and_goes_on_where_it_was_stopped(
     monkeypatch.setattr(trainer, "__init__", None)  # nothing is trained a third time
     assert train_before_rl(plan, model, data) == folder
     assert RolloutSpecOptions(drafter=str(folder)).drafter_policy == "follow_head"
+
+
+def test_what_is_trained_before_rollouts_by_vllm(before: Callable[..., Any], rollout: Rollout, tmp_path: Path) -> None:
+    """The same options in the same place, and nothing else there."""
+    wanted, _, _ = before()
+    custom = {name: getattr(wanted.options, name) for name in ("refresh_before_rl", "drafter_config", "drafter_cache")}
+    plan = plan_before_vllm(rollout(custom), "???")
+    assert plan is not None
+    assert plan == wanted
+    assert plan_before_vllm(rollout({}), "suffix") is None
+    assert plan_before_vllm(rollout({"refresh_before_rl": False, "drafter_cache": "somewhere"}), "???") is None
+    for given, drafter, said in (
+        (custom, "runs/mtp/drafter", "names one: leave one of them out"),
+        ({**custom, "drafter_config": None}, "???", "give drafter_config=configs/drafter"),
+        ({"drafter_config": custom["drafter_config"]}, "suffix", "is read by refresh_before_rl only"),
+        (
+            {**custom, "refresh_every": 2},
+            "???",
+            r"refresh_every is for the embedded engine; with vLLM options stand under .*engine_kwargs\.vllm",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            plan_before_vllm(rollout(given), drafter)
 
 
 def test_prompts_of_all_files_once(tmp_path: Path) -> None:

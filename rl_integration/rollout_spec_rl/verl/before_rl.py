@@ -11,12 +11,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec_rl.compose import make_ops
-from rollout_spec_rl.verl.options import RolloutPlan
+from rollout_spec_rl.verl import BACKEND
+from rollout_spec_rl.verl.options import WHERE, RolloutPlan, plan_rollouts
+from rollout_spec_rl.vllm.options import WHERE as IN_VLLM
 
 if TYPE_CHECKING:
     from rollout_spec_mtp.training.config import TrainConfig
 
 _SERVED_PROMPTS = 16
+_WITH_VLLM = ("refresh_before_rl", "drafter_config", "drafter_cache")
+
+
+def plan_before_vllm(rollout: Mapping[str, Any], drafter: str) -> RolloutPlan | None:
+    """What to train before rollouts by vLLM, by the same three options as with the embedded engine; None if nothing.
+
+    rollout: verl's rollout config; drafter: vLLM's, as it is given. Raises ValueError for options that only the embedded engine follows.
+    """
+    given = (rollout.get("custom") or {}).get(BACKEND) or {}
+    foreign = sorted(set(given) - set(_WITH_VLLM))
+    if foreign:
+        raise ValueError(
+            f"{WHERE}.{foreign[0]} is for the embedded engine; with vLLM options stand under "
+            f"actor_rollout_ref.rollout.engine_kwargs.vllm.{IN_VLLM}, except {', '.join(_WITH_VLLM)}"
+        )
+    if not given.get("refresh_before_rl") and "drafter_config" not in given:
+        return None
+    return plan_rollouts({**rollout, "custom": {BACKEND: {**given, "drafter": drafter}}}, before_training=True)
 
 
 def train_before_rl(plan: RolloutPlan, model: str, data: Mapping[str, Any]) -> Path:

@@ -15,7 +15,10 @@ from rollout_spec_rl.verl.patches import check_version
 from rollout_spec_rl.verl.replica import as_mapping
 from rollout_spec_rl.vllm.native_options import UNDER_VERL
 from rollout_spec_rl.vllm.options import KEY, VllmOptions
+from rollout_spec_rl.vllm.options import WHERE as IN_VLLM
 from rollout_spec_rl.vllm.patches import check_version as check_vllm_version
+
+_ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 
 class CheckConfig(Callback):
@@ -54,18 +57,37 @@ class CheckConfig(Callback):
 
 
 class CheckVllmConfig(Callback):
-    """The same for rollouts by vLLM."""
+    """The same for rollouts by vLLM. The options of what is trained first stand where the embedded engine's do."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        from rollout_spec_rl.verl.before_rl import plan_before_vllm, train_before_rl
+
+        try:
+            check_version()
+            plan = plan_before_vllm(as_mapping(config.actor_rollout_ref.rollout), str(_vllm_options(config)["drafter"]))
+            if plan is not None:
+                folder = train_before_rl(plan, str(config.actor_rollout_ref.model.path), config.data)
+                with read_write(config):
+                    OmegaConf.update(config, f"{_ENGINE_KWARGS}.{IN_VLLM}.drafter", str(folder))
+                    OmegaConf.update(config, WHERE, {}, merge=False)
+        except ValueError as error:
+            raise SystemExit(f"rollout_spec: {error}") from None
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
-        engine = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=False)
-        assert isinstance(engine, dict)
         try:
             check_version()
             check_vllm_version()
-            if VllmOptions.parse(engine["additional_config"][KEY]).is_native:
+            if VllmOptions.parse(_vllm_options(config)).is_native:
                 raise ValueError(UNDER_VERL)
         except ValueError as error:
             raise SystemExit(f"rollout_spec: {error}") from None
+
+
+def _vllm_options(config: DictConfig) -> dict[str, Any]:
+    engine = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=False)
+    assert isinstance(engine, dict)
+    options: dict[str, Any] = engine["additional_config"][KEY]
+    return options
 
 
 def check_kept_drafters(plan: RolloutPlan, resume_mode: str) -> None:
