@@ -175,6 +175,12 @@ def coupled(vllm: Sequence[Trace], embedded: Sequence[Trace]) -> dict[str, int]:
     return {"requests": len(vllm), "equal_requests": equal, "tokens": num_tokens, "tokens_before_a_difference": shared, "rounds": rounds}
 
 
+def behind_first_token(asked: Sequence[Asked], found: Sequence[Trace]) -> list[Asked]:
+    """What is left to sample when the first token, which vLLM samples without a draft, is there."""
+    pairs = zip(asked, found, strict=True)
+    return [Asked(prompt=(*one.prompt, trace.token_ids[0]), seed=one.seed, num_tokens=one.num_tokens - 1) for one, trace in pairs]
+
+
 def in_process(run: Any, setting: Setting, asked: Sequence[Asked]) -> list[Trace]:
     """In a process that ends afterwards, with all the memory that it took."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -189,11 +195,7 @@ def compare(setting: Setting, prompts: Sequence[Prompt], num_samples: int, num_t
     print(f"{setting.drafter}: vLLM is done", flush=True)
     # The free samples and those that follow vLLM's, in one process.
     alone = [Asked(prompt=prompt, seed=_FREE_SEEDS + index, num_tokens=num_tokens) for index, prompt in enumerate(many)]
-    after = [
-        Asked(prompt=(*one.prompt, trace.token_ids[0]), seed=one.seed, num_tokens=num_tokens - 1)
-        for one, trace in zip(asked, vllm, strict=True)
-    ]
-    embedded = in_process(with_embedded, setting, [*alone, *after])
+    embedded = in_process(with_embedded, setting, [*alone, *behind_first_token(asked, vllm)])
     return {
         "free": free(vllm, embedded[: len(alone)], num_samples, setting.draft_length),
         "coupled": coupled(vllm, embedded[len(alone) :]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -160,13 +161,15 @@ def server(
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     log = folder / "server.log"
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, text=True, env=environment)
+        # A session of its own: vLLM's other processes outlive a server that is killed.
+        process = subprocess.Popen(command, stdout=out, stderr=out, text=True, env=environment, start_new_session=True)
     served = Served(process=process, port=port, log=log, events=folder / "events")
     try:
         wait_until_up(served)
         yield served
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
