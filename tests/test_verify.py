@@ -80,7 +80,7 @@ def test_a_request_does_not_see_its_neighbours(scheme: Scheme) -> None:
         cut = take(tree, alone)
         assert cut.draft_probs is not None
         cut = replace(cut, token_ids=cut.token_ids[:, :nodes], parents=cut.parents[:, :nodes], draft_probs=cut.draft_probs[:, :nodes])
-        own = DenseNoise(accept=noise._accept[alone], recover=noise._recover[alone], gumbel=noise._gumbel[alone])  # type: ignore[index]
+        own = DenseNoise(accept=noise._accept[alone], recover=noise._recover[alone], gumbel=noise.gumbel[alone])  # type: ignore[index]
         assert _same(verify(cut, DenseTarget(rows[alone]), own, scheme), together, alone), request
 
 

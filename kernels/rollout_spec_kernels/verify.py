@@ -19,6 +19,7 @@ from rollout_spec.verify import verify as readable_verify
 from rollout_spec.verify.ratio import SUM_TOLERANCE
 from rollout_spec_kernels.library import library
 from rollout_spec_kernels.noise import CpuNoise, words
+from rollout_spec_kernels.uniforms import Uniforms
 
 # rs::Scheme of verification.h
 _CODES = {scheme: code for code, scheme in enumerate(Scheme)}
@@ -117,42 +118,15 @@ class _Noise:
 
     seeds: ctypes.Array[ctypes.c_uint64] | None = None  # [B]
     positions: ctypes.Array[ctypes.c_uint64] | None = None  # [B]
-    accept: Tensor | None = None  # [B, N + 1] float64, of a node, or of a trial under traversal
-    recover: Tensor | None = None  # [B, N + 1] float64
+    uniforms: Uniforms | None = None
 
     @staticmethod
     def of(tree: DraftTree, noise: VerifyNoise, scheme: Scheme) -> _Noise | None:
         """None for Gumbel noise that C++ would draw with other bits, and for uniforms by depth where parents make no tree."""
         if isinstance(noise, CounterNoise) and (scheme is not Scheme.GUMBEL or isinstance(noise.keyed, CpuNoise)):
             return _Noise(seeds=words(noise.seeds), positions=words(noise.positions))
-        if scheme is Scheme.GUMBEL:
-            return None
-        valid = tree.valid()
-        if bool((valid & (tree.parents >= torch.arange(tree.max_nodes, device=tree.device))).any()):
-            return None
-        depths = tree.depths()
-        deepest = depths.amax(1) if tree.max_nodes else tree.num_nodes
-        recover = torch.zeros(tree.batch_size, tree.max_nodes + 1, dtype=torch.float64, device=tree.device)
-        requests, at = (torch.arange(tree.max_nodes + 1, device=tree.device) <= deepest[:, None]).nonzero(as_tuple=True)
-        recover[requests, at] = noise.recover(requests, at)
-        accept = torch.zeros_like(recover)
-        if scheme is Scheme.TRAVERSAL:
-            for trial in range(tree.max_nodes + 1):  # every node is tested at most once, then the root
-                tested = (tree.num_nodes >= trial).nonzero()[:, 0]
-                accept[tested, trial] = noise.accept(tested, torch.zeros_like(tested), trial)
-        elif scheme in RATIO_SCHEMES:
-            ranks = _sibling_ranks(tree, valid)
-            for rank in range(int(ranks.max()) + 1):
-                requests, nodes = (valid & (ranks == rank)).nonzero(as_tuple=True)
-                accept[requests, nodes] = noise.accept(requests, depths[requests, nodes] - 1, rank)
-        return _Noise(accept=accept, recover=recover)
-
-
-def _sibling_ranks(tree: DraftTree, valid: Tensor) -> Tensor:
-    """[B, N] how many siblings come before each node."""
-    order = torch.arange(tree.max_nodes, device=tree.device)
-    earlier = (tree.parents[:, :, None] == tree.parents[:, None, :]) & valid[:, None, :] & (order < order[:, None])
-    return earlier.sum(2)
+        uniforms = None if scheme is Scheme.GUMBEL else Uniforms.of(tree, noise, scheme)
+        return None if uniforms is None else _Noise(uniforms=uniforms)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -206,8 +180,8 @@ def _decide(machine: Machine, tree: DraftTree, target: TargetRows, rows: _Rows, 
         "roots": None if rows.whole is None else rows.whole.roots,
         "rows": rows.addresses,
         "entropies_in": None if rows.whole is None else rows.whole.entropies,
-        "accept": noise.accept,
-        "recover": noise.recover,
+        "accept": None if noise.uniforms is None else noise.uniforms.accept,
+        "recover": None if noise.uniforms is None else noise.uniforms.recover,
         "seeds": _moved(noise.seeds, device),
         "positions": _moved(noise.positions, device),
     }

@@ -103,7 +103,7 @@ class DenseNoise:
     def __init__(self, *, accept: Tensor | None = None, recover: Tensor | None = None, gumbel: Tensor | None = None) -> None:
         self._accept = accept  # [B, D, T]
         self._recover = recover  # [B, D]
-        self._gumbel = gumbel  # [B, D, V]
+        self.gumbel = gumbel  # [B, D, V], for kernels that run the race themselves
 
     def accept(self, requests: Tensor, depths: Tensor, trial: int) -> Tensor:
         assert self._accept is not None, "no acceptance uniforms were given"
@@ -114,5 +114,5 @@ class DenseNoise:
         return self._recover[requests, depths]
 
     def gumbel_argmax(self, requests: Tensor, depths: Tensor, log_probs: Tensor) -> Tensor:
-        assert self._gumbel is not None, "no Gumbel noise was given"
-        return gumbel_argmax(log_probs, self._gumbel[requests, depths])
+        assert self.gumbel is not None, "no Gumbel noise was given"
+        return gumbel_argmax(log_probs, self.gumbel[requests, depths])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -10,6 +11,10 @@ from rollout_spec_kernels.cpu import CpuOps, unavailable_reason
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before a test imports one of Triton's kernels
+    if importlib.util.find_spec("triton") is not None:
+        from exactness.interpreter import make_quick
+
+        make_quick()
 
 
 @pytest.fixture(scope="session")

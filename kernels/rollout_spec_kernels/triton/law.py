@@ -11,11 +11,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rollout_spec_kernels.triton.rows import dropped
+
 
 @triton.jit
-def prob(logits, row, token, vocab_size, inverse, log_normalisers):
-    """p_0 of a token after a row."""
-    return tl.exp(tl.load(logits + row * vocab_size + token).to(tl.float32) * inverse - tl.load(log_normalisers + row))
+def target_prob(logits, row, token, is_asked, vocab_size, inverse, log_normaliser, support):
+    """p_0 of tokens after a row; 0 where the row's support (rows.py; None: all) leaves them out or they are not asked for."""
+    x = tl.load(logits + row * vocab_size + token, mask=is_asked, other=float("-inf")).to(tl.float32)
+    p = tl.exp(x * inverse - log_normaliser)
+    if support is not None:
+        p = tl.where(dropped(x, token, row, support), 0.0, p)
+    return tl.where(is_asked, p, 0.0)
+
+
+@triton.jit
+def prob(logits, row, token, vocab_size, inverse, log_normalisers, support):
+    """p_0 of one token after a row."""
+    return target_prob(logits, row, token, token >= 0, vocab_size, inverse, tl.load(log_normalisers + row), support)
 
 
 @triton.jit
@@ -29,15 +41,15 @@ def draft_prob(draft_row, column_of, token, has_names: tl.constexpr):
 
 @triton.jit
 def left(
-    logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, has_names: tl.constexpr
-):
+    logits, row, v, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages, stage_tokens, num_stages,
+    has_names: tl.constexpr,
+):  # fmt: skip
     """(p, q) of tokens v after num_stages stages; q is 0 for refused tokens and not renormalised. Without a draft_row q is 0.
 
     stages [3 num_stages] float32: w, 1 / sum q_j, and 1 / Z or 0 where nothing is left: then p = q, and p itself is left.
     """
     inside = v < vocab_size
-    p = tl.exp(tl.load(logits + row * vocab_size + v, mask=inside, other=float("-inf")).to(tl.float32) * inverse - log_normaliser)
-    p = tl.where(inside, p, 0.0)
+    p = target_prob(logits, row, v, inside, vocab_size, inverse, log_normaliser, support)
     q = p * 0.0
     if draft_row is not None:
         column = v.to(tl.int64)
@@ -56,14 +68,16 @@ def left(
 
 @triton.jit
 def draw(
-    logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, u,
+    logits, row, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages, stage_tokens, num_stages, u,
     has_names: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """The first token whose cumulative weight (left's p) exceeds u times the total, in token order; -1 without mass."""
     sums = tl.zeros((1,), tl.float64)
     for begin in range(0, vocab_size, chunk):
         v = begin + tl.arange(0, chunk)
-        p, _ = left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, has_names)
+        p, _ = left(
+            logits, row, v, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages, stage_tokens, num_stages, has_names
+        )
         sums += tl.sum(p.to(tl.float64), axis=0)
     total = tl.sum(sums, axis=0)
     # Below the total, so that a uniform just below 1 cannot run off the end.
@@ -73,7 +87,9 @@ def draw(
     last = token
     for begin in range(0, vocab_size, chunk):
         v = begin + tl.arange(0, chunk)
-        p, _ = left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, has_names)
+        p, _ = left(
+            logits, row, v, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages, stage_tokens, num_stages, has_names
+        )
         weight = p.to(tl.float64)
         own = tl.sum(weight, axis=0)
         last = tl.maximum(last, tl.max(tl.where(weight > 0, v, -1), axis=0).to(tl.int64))

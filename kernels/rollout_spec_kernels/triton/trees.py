@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from rollout_spec_kernels.triton.law import draft_prob, draw, left
-from rollout_spec_kernels.triton.noise import ACCEPT, RECOVER, uniform
+from rollout_spec_kernels.triton.noise import accept_uniform, recover_uniform
 
 _TINY = tl.constexpr(1.17549435e-38)  # 1 / Z must not overflow
 
@@ -32,17 +32,20 @@ def _next_child(parent, node, of, begin):
 
 @triton.jit
 def _token_left(
-    logits, row, token, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, has_names: tl.constexpr
-):
+    logits, row, token, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages, stage_tokens, num_stages,
+    has_names: tl.constexpr,
+):  # fmt: skip
     """p of one token after the stages."""
     v = tl.zeros((1,), tl.int64) + token
-    p, _ = left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, has_names)
+    p, _ = left(
+        logits, row, v, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages, stage_tokens, num_stages, has_names
+    )
     return tl.sum(p.to(tl.float64), axis=0)
 
 
 @triton.jit
 def _refuse(
-    logits, row, token, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, w, draft_left,
+    logits, row, token, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages, stage_tokens, num_stages, w, draft_left,
     has_names: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """Adds the stage that refuses a token: (Z, what q holds behind it, what q_0 sums to)."""
@@ -52,10 +55,14 @@ def _refuse(
     whole = tl.zeros((chunk,), tl.float64)
     for begin in range(0, vocab_size, chunk):
         v = begin + tl.arange(0, chunk)
-        p, q = left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, has_names)
+        p, q = left(
+            logits, row, v, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages, stage_tokens, num_stages, has_names
+        )
         mass += p * scale - tl.minimum(p * scale, q * inverse_draft)
         rest += tl.where(v == token, 0.0, q)
-        _, first = left(logits, row, v, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, 0, has_names)
+        _, first = left(
+            logits, row, v, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages, stage_tokens, 0, has_names
+        )
         whole += first
     total = tl.sum(mass, axis=0)
     at = stages + 3 * num_stages
@@ -75,14 +82,25 @@ def _node_field(values, node, length, other: tl.constexpr):
 
 @triton.jit
 def _emit(
-    logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, seed, position,
-    first_child, depth,
-    next_token, num_accepted, is_bonus, accept_probs, has_names: tl.constexpr, chunk: tl.constexpr,
+    logits, row, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages, stage_tokens, num_stages, u,
+    first_child, depth, next_token, num_accepted, is_bonus, accept_probs, has_names: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """Ends a request at this depth, with a token from what is left there; the pointers are the request's own."""
-    u = uniform(seed, RECOVER, position + depth, 0)
+    """Ends a request at this depth, with a token that u draws from what is left there; the pointers are the request's own."""
     drawn = draw(
-        logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, num_stages, u, has_names, chunk
+        logits,
+        row,
+        vocab_size,
+        inverse,
+        log_normaliser,
+        support,
+        draft_row,
+        column_of,
+        stages,
+        stage_tokens,
+        num_stages,
+        u,
+        has_names,
+        chunk,
     )
     tl.store(accept_probs + depth, 0.0, mask=first_child >= 0)
     tl.store(next_token, drawn)
@@ -92,8 +110,8 @@ def _emit(
 
 @triton.jit
 def walk(
-    tokens, parents, lengths, draft_probs, column_of, logits, roots, inv_temperatures, log_normalisers, seeds, positions,
-    stages, stage_tokens, draft_sums, path, num_accepted, next_tokens, is_bonus, accept_probs, num_nodes, vocab_size, draft_vocab,
+    tokens, parents, lengths, draft_probs, column_of, logits, roots, inv_temperatures, log_normalisers, support, seeds, positions, accept,
+    recover, stages, stage_tokens, draft_sums, path, num_accepted, next_tokens, is_bonus, accept_probs, num_nodes, vocab_size, draft_vocab,
     block_nodes: tl.constexpr, has_names: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """Children in draw order against what is left of p and q; descends at the first that is accepted."""
@@ -116,11 +134,10 @@ def walk(
         if child >= 0:
             own = _at(token, node, child)
             p = _token_left(
-                logits, row, own, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, trial, has_names
+                logits, row, own, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages, stage_tokens, trial, has_names
             )
             q = draft_prob(draft_row, column_of, own, has_names).to(tl.float64) / draft_left
-            diagonal = depth + trial
-            u = uniform(seed, ACCEPT, position, diagonal * (diagonal + 1) // 2 + trial)
+            u = accept_uniform(accept, b * (num_nodes + 1) + child, seed, position, depth, trial)
             if u * q < p:
                 tl.store(path + b * num_nodes + depth, child)
                 tl.store(accept_probs + b * num_nodes + depth, 1.0)
@@ -132,15 +149,16 @@ def walk(
                 draft_left = draft_left * 0.0 + 1.0
             else:
                 _, draft_left, whole = _refuse(
-                    logits, row, own, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, trial,
+                    logits, row, own, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages, stage_tokens, trial,
                     draft_left * 0.0 + 1.0, draft_left, has_names, chunk,
                 )  # fmt: skip
                 tl.store(draft_sums + b * num_nodes + child, whole)
                 trial += 1
                 child = _next_child(parent, node, at, child + 1)
         else:
+            u = recover_uniform(recover, b * (num_nodes + 1) + depth, seed, position, depth)
             _emit(
-                logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, stages, stage_tokens, trial, seed, position, first,
+                logits, row, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages, stage_tokens, trial, u, first,
                 depth, next_tokens + b, num_accepted + b, is_bonus + b, accept_probs + b * num_nodes, has_names, chunk,
             )  # fmt: skip
             going = False
@@ -148,8 +166,8 @@ def walk(
 
 @triton.jit
 def traverse(
-    tokens, parents, lengths, draft_probs, column_of, logits, roots, inv_temperatures, log_normalisers, seeds, positions,
-    stages, stage_tokens, draft_sums, path, num_accepted, next_tokens, is_bonus, accept_probs, num_nodes, vocab_size, draft_vocab,
+    tokens, parents, lengths, draft_probs, column_of, logits, roots, inv_temperatures, log_normalisers, support, seeds, positions, accept,
+    recover, stages, stage_tokens, draft_sums, path, num_accepted, next_tokens, is_bonus, accept_probs, num_nodes, vocab_size, draft_vocab,
     block_nodes: tl.constexpr, has_names: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """Leaf by leaf, in draw order, towards the root. What the walk knows of its nodes it holds by depth (0 = root)."""
@@ -178,8 +196,8 @@ def traverse(
         if child >= 0:
             own = _at(token, node, child)
             p = _token_left(
-                logits, row, own, vocab_size, inverse, log_normaliser, draft_row, column_of, stages + 3 * before, stage_tokens + before,
-                num, has_names,
+                logits, row, own, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages + 3 * before,
+                stage_tokens + before, num, has_names,
             )  # fmt: skip
             q = draft_prob(draft_row, column_of, own, has_names).to(tl.float64) / _at(draft_left, place, depth)
             depth += 1
@@ -188,11 +206,12 @@ def traverse(
             first_stage, draft_left = tl.where(entered, before + num, first_stage), tl.where(entered, 1.0, draft_left)
             mass = tl.where(entered, tl.minimum(w * p / q, 1.0), mass)
         else:
-            u = uniform(seed, ACCEPT, position, trial * (trial + 1) // 2 + trial)
+            u = accept_uniform(accept, b * (num_nodes + 1) + trial, seed, position, zero, trial)
             if (u < w) | (depth == 0):  # the root has a = 1: only a NaN keeps a walk from ending there
+                u = recover_uniform(recover, b * (num_nodes + 1) + depth, seed, position, depth)
                 _emit(
-                    logits, row, vocab_size, inverse, log_normaliser, draft_row, column_of, stages + 3 * before, stage_tokens + before,
-                    num, seed, position, _next_child(parent, node, at, 0), depth, next_tokens + b, num_accepted + b, is_bonus + b,
+                    logits, row, vocab_size, inverse, log_normaliser, support, draft_row, column_of, stages + 3 * before,
+                    stage_tokens + before, num, u, _next_child(parent, node, at, 0), depth, next_tokens + b, num_accepted + b, is_bonus + b,
                     accept_probs + b * num_nodes, has_names, chunk,
                 )  # fmt: skip
                 tl.store(path + b * num_nodes + place - 1, nodes, mask=(place > 0) & (place <= depth))
@@ -205,7 +224,7 @@ def traverse(
                 w, held = _at(mass, place, depth), _at(draft_left, place, depth)
                 row, draft_row = tl.load(roots + b) + 1 + above, draft_probs + (b * num_nodes + at) * draft_vocab
                 remaining, rest, whole = _refuse(
-                    logits, row, _at(token, node, at), vocab_size, inverse, tl.load(log_normalisers + row), draft_row, column_of,
+                    logits, row, _at(token, node, at), vocab_size, inverse, tl.load(log_normalisers + row), support, draft_row, column_of,
                     stages + 3 * before, stage_tokens + before, num, w, held, has_names, chunk,
                 )  # fmt: skip
                 tl.store(draft_sums + b * num_nodes + at, whole)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from rollout_spec.sampling import SamplingParams, truncations
 from rollout_spec.tree import DraftTree
 from rollout_spec.verdict import Verdict
 from rollout_spec.verify import CounterNoise, DenseTarget, Scheme, TargetRows, VerifyFn, VerifyNoise, verify
@@ -44,16 +45,15 @@ def _triton_unavailable() -> str | None:
 
 
 def _triton(tree: DraftTree, target: TargetRows, noise: VerifyNoise, scheme: Scheme) -> Verdict:
-    """Triton's verifier from logits, which draws its noise from the keys."""
+    """Triton's verifier from logits, which draws a CounterNoise itself and is handed any other."""
     from rollout_spec_kernels.triton.verify import verify_logits
 
     assert isinstance(target, DenseTarget)
-    assert isinstance(noise, CounterNoise)
     batch, num_rows, _ = target.target_probs.shape
     if tree.draft_probs is not None:
         tree = replace(tree, draft_probs=tree.draft_probs.float())
     logits = target.target_probs.float().log().flatten(0, 1)
-    return verify_logits(tree, logits, torch.arange(batch) * num_rows, [1.0] * batch, noise.seeds, noise.positions, scheme)
+    return verify_logits(tree, logits, torch.arange(batch) * num_rows, truncations([SamplingParams()] * batch), noise, scheme)
 
 
 # Bisection to 2**-48 leaves 4e-15 a step, and no case has more than a hundred steps.
