@@ -1,4 +1,4 @@
-"""The CUDA verifier: its text runs here on CPU threads, block by block, and must decide what the CPU's vectors decide; nvcc compiles it.
+"""The CUDA kernels: their text runs here on CPU threads, block by block, and must decide what the CPU's vectors decide; nvcc compiles it.
 
 What a GPU alone can show (clocks, warps, memory) is benchmarks/device.sh's.
 """
@@ -6,6 +6,8 @@ What a GPU alone can show (clocks, warps, memory) is benchmarks/device.sh's.
 from __future__ import annotations
 
 import ctypes
+import itertools
+import math
 import re
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollout_spec.sampling import SamplingParams, process_logits, truncations
 from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verdict import Verdict
 from rollout_spec.verify import RATIO_SCHEMES, AllRows, CounterNoise, DenseTarget, Scheme, TokenScores, VerifyNoise
@@ -30,13 +33,18 @@ TREE = (-1, -1, 0, 0, 1, 3)
 
 
 @pytest.fixture(scope="module")
-def machine(ops: CpuOps, tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    """verify.cu, compiled for the CPU's threads."""
+def threads(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The .cu files, compiled for the CPU's threads."""
     made = tmp_path_factory.mktemp("cuda") / "threads.so"
     options = ["-std=c++20", "-O1", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
-    source = ["-include", str(SHIM), "-x", "c++", str(build.SOURCE_DIR / "verify.cu")]
-    subprocess.run([build.COMPILER, *options, f"-DRS_BLOCK_THREADS={NUM_THREADS}", *source, "-o", str(made)], check=True)
-    return cuda.stream_machine(ctypes.CDLL(str(made)), torch.device("cpu"))
+    sources = ["-include", str(SHIM), "-x", "c++", *map(str, sorted(build.SOURCE_DIR.glob("*.cu")))]
+    subprocess.run([build.COMPILER, *options, f"-DRS_BLOCK_THREADS={NUM_THREADS}", *sources, "-o", str(made)], check=True)
+    return ctypes.CDLL(str(made))
+
+
+@pytest.fixture
+def machine(ops: CpuOps, threads: ctypes.CDLL) -> Machine:
+    return cuda.stream_machine(threads, torch.device("cpu"))
 
 
 class _Scored(DenseTarget):
@@ -135,6 +143,74 @@ def _unnamed(names: Tensor) -> int:
     return next(token for token in range(50) if token not in names.tolist())
 
 
+TRUNCATED = [
+    SamplingParams(top_k=5),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.3, min_p=0.02),
+    SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
+    SamplingParams(top_k=900, top_p=0.3),
+    SamplingParams(temperature=2.5),
+    SamplingParams(top_k=1, top_p=1e-6),
+    SamplingParams(top_p=0.98),
+]
+
+
+def _rows(vocab_size: int, kind: str) -> Tensor:
+    """Logits with what decides between equals: rounded ones, equal ones, and ones of which half are -inf."""
+    logits = 3 * torch.randn(len(TRUNCATED), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    if kind == "ties":
+        return logits.round()
+    if kind == "flat":
+        return torch.zeros_like(logits)
+    return logits.index_fill(1, torch.arange(1, vocab_size, 2), -math.inf) if kind == "masked" else logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 33, 1000, 9001])
+@pytest.mark.parametrize("kind", ["random", "ties", "flat", "masked"])
+def test_a_block_truncates_as_vectors_do(threads: ctypes.CDLL, ops: CpuOps, dtype: torch.dtype, vocab_size: int, kind: str) -> None:
+    logits = _rows(vocab_size, kind).to(dtype)
+    got, wanted = cuda.truncate_on(threads, logits, truncations(TRUNCATED)), ops.truncated_log_softmax(logits, truncations(TRUNCATED))
+    assert torch.equal(got.log_probs > -math.inf, wanted.log_probs > -math.inf)
+    assert torch.equal(got.log_probs > -math.inf, process_logits(logits.float(), TRUNCATED) > -math.inf)
+    # The same operations in float32 and sums in another order in double.
+    torch.testing.assert_close(got.log_probs, wanted.log_probs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got.entropies, wanted.entropies, rtol=1e-6, atol=1e-6)
+
+
+def test_zeros_of_both_signs_are_tied_and_rows_without_a_law_are_nan(threads: ctypes.CDLL) -> None:
+    logits = torch.full((5, 60), -1.0)
+    logits[:2, torch.tensor([3, 9, 21, 40])] = torch.tensor([-0.0, 0.0, -0.0, 0.0])
+    logits[2, 7], logits[3, 59], logits[4] = math.nan, math.inf, -math.inf
+    got = cuda.truncate_on(threads, logits, truncations([SamplingParams(top_k=1), *[SamplingParams(top_k=4, top_p=0.6)] * 4]))
+    assert (got.log_probs[0] > -math.inf).nonzero()[:, 0].tolist() == [3, 9, 21, 40]
+    assert (got.log_probs[1] > -math.inf).nonzero()[:, 0].tolist() == [3, 9, 21]
+    assert bool(got.log_probs[2:].isnan().all())
+    assert got.entropies.isnan().tolist() == [False, False, True, True, True]
+
+
+def test_rows_that_cannot_be_truncated_are_refused(threads: ctypes.CDLL) -> None:
+    with pytest.raises(ValueError, match=r"float32 or bfloat16; got torch\.float64"):
+        cuda.truncate_on(threads, torch.zeros(1, 5, dtype=torch.float64), truncations(TRUNCATED[:1]))
+    with pytest.raises(ValueError, match="2 rows of logits need as many truncations; got 3"):
+        cuda.truncate_on(threads, torch.zeros(2, 5), truncations(TRUNCATED[:3]))
+    with pytest.raises(ValueError, match="logits must be on a GPU; got cpu"):
+        cuda.truncated_log_softmax(torch.zeros(1, 5), truncations(TRUNCATED[:1]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here; benchmarks/device.sh runs this where there is one")
+@pytest.mark.parametrize("vocab_size", [77, 49_157, 151_936])
+@pytest.mark.parametrize("kind", ["random", "ties", "flat", "masked"])
+def test_a_gpu_truncates_as_the_cpu_does(ops: CpuOps, vocab_size: int, kind: str) -> None:
+    logits = _rows(vocab_size, kind).bfloat16()
+    got, wanted = (
+        cuda.truncated_log_softmax(logits.cuda(), truncations(TRUNCATED)),
+        ops.truncated_log_softmax(logits, truncations(TRUNCATED)),
+    )
+    assert torch.equal(got.log_probs.cpu() > -math.inf, wanted.log_probs > -math.inf)
+    torch.testing.assert_close(got.log_probs.cpu(), wanted.log_probs, rtol=0, atol=1e-6)
+
+
 def test_without_nvcc_or_gpu_there_is_a_reason(tmp_path: Path) -> None:
     with pytest.raises(build.BuildError, match="no CUDA compiler: 'no-such-compiler' is not on PATH"):
         build.load_cuda_library(cache_dir=tmp_path, compiler="no-such-compiler")
@@ -168,14 +244,15 @@ def test_nvcc_compiles_it_for_every_architecture_without_spills(tmp_path: Path) 
         pytest.skip("no nvcc on PATH")
     library = build.load_cuda_library(cache_dir=tmp_path)
     assert library.rs_verify_on_stream is not None
-    for architecture in ("sm_80", "sm_90"):
+    assert library.rs_truncated_log_softmax_on_stream is not None
+    for architecture, source in itertools.product(("sm_80", "sm_90"), ("verify.cu", "truncation.cu")):
         command = [build.CUDA_COMPILER, "-std=c++20", "-O3", "-fmad=false", f"-arch={architecture}", "-Xptxas=-v", "-cubin"]
         done = subprocess.run(
-            [*command, str(build.SOURCE_DIR / "verify.cu"), "-o", str(tmp_path / "kernels.cubin")],
+            [*command, str(build.SOURCE_DIR / source), "-o", str(tmp_path / "kernels.cubin")],
             capture_output=True,
             text=True,
             check=True,
         )
         spills = [int(number) for number in re.findall(r"(\d+) bytes spill", done.stderr)]
         assert spills
-        assert max(spills) == 0, architecture
+        assert max(spills) == 0, (architecture, source)

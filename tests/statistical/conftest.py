@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from exactness import registry
-from exactness.backends import FUSED, READABLE, Backend
+from exactness.backends import BACKENDS, Backend
 
 from rollout_spec.verify import VerifyFn
 
@@ -49,7 +49,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     outcomes = session.config.stash[OUTCOMES]
     for proof in (*registry.PROOFS, *registry.BUGS):
-        for backend in (READABLE, FUSED):
+        for backend in BACKENDS:
             for scheme, case in proof.cases_of(backend):
                 name = f"{backend}-{scheme.value}-{case}"
                 if not outcomes.get((proof.title, name), False):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from exactness.backends import READABLE, Backend
@@ -16,7 +18,7 @@ from rollout_spec.verify import EXACT_ON, Scheme, VerifyFn
 @pytest.mark.parametrize(("backend", "scheme", "case"), BRANCHES.parameters())
 def test_output_law_is_the_targets(verify: VerifyFn, backend: Backend, scheme: Scheme, case: Case) -> None:
     drafter, target = case.drafter(), case.target()
-    cells, weights = round_cells(verify, scheme, drafter, target)
+    cells, weights = round_cells(verify, scheme, drafter, target, backend.guide)
     assert float((weights.sum() - 1).abs()) < READABLE.tolerance
     assert law_error(cells, weights, target) < backend.tolerance
     # On each single draft too, output by output, against an oracle that shares no line with verify.
@@ -25,7 +27,8 @@ def test_output_law_is_the_targets(verify: VerifyFn, backend: Backend, scheme: S
 
 @pytest.mark.parametrize(("backend", "scheme", "case"), REDUCED.parameters())
 def test_reduced_draft_vocabulary_changes_nothing(verify: VerifyFn, backend: Backend, scheme: Scheme, case: Case) -> None:
-    cells, weights = round_cells(with_reduced_vocabulary(verify), scheme, case.drafter(), case.target())
+    guide = backend.guide and replace(backend.guide, verify=with_reduced_vocabulary(backend.guide.verify))
+    cells, weights = round_cells(with_reduced_vocabulary(verify), scheme, case.drafter(), case.target(), guide)
     assert law_error(cells, weights, case.target()) < backend.tolerance
 
 
@@ -33,7 +36,7 @@ def test_reduced_draft_vocabulary_changes_nothing(verify: VerifyFn, backend: Bac
 def test_law_over_several_rounds(verify: VerifyFn, backend: Backend, scheme: Scheme, case: Case) -> None:
     length, reach = 3, 3 + case.length
     draft, target = case.draft(reach), case.target(reach)
-    law = many_rounds_law(verify, scheme, lambda model: Drafter(model, case.widths, case.draw), draft, target, length)
+    law = many_rounds_law(verify, scheme, lambda model: Drafter(model, case.widths, case.draw), draft, target, length, backend.guide)
     torch.testing.assert_close(law, target.joint(length), rtol=0, atol=backend.tolerance)
 
 

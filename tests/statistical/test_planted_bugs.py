@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from exactness.backends import READABLE, Backend
+from exactness.backends import READABLE, TRITON, Backend
 from exactness.cases import Case
 from exactness.decoding import bigram, decode, proposer
 from exactness.laws import law_error, prefix_law, round_cells
@@ -33,16 +34,24 @@ from exactness.registry import (
     SHARED_ACCEPTANCE,
     SHARED_RECOVERY,
 )
-from exactness.sampling import FALSE_ALARM_RATE, NUM_REQUESTS, MakeNoise, chi_square, counter_noise, sample_prefixes
+from exactness.sampling import (
+    FALSE_ALARM_RATE,
+    NUM_IN_INTERPRETER,
+    NUM_REQUESTS,
+    MakeNoise,
+    chi_square,
+    counter_noise,
+    sample_prefixes,
+)
 
 from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verify import Scheme, VerifyFn
 
 CAUGHT = 1e-4  # a law off by this much fails the enumeration by eight orders of magnitude, in float32 by two
-LENGTH = 3
 
 
-def _case(scheme: Scheme) -> Case:
+def _case(scheme: Scheme, backend: Backend = READABLE) -> Case:
+    """A depth less for Triton's interpreter."""
     draw, widths = {
         Scheme.REJECTION: (Draw.SAMPLED, (1, 1)),
         Scheme.BLOCK: (Draw.SAMPLED, (1, 1)),
@@ -51,29 +60,34 @@ def _case(scheme: Scheme) -> Case:
         Scheme.REJECTION_WALK: (Draw.WITHOUT_REPLACEMENT, (2, 1)),
         Scheme.TRAVERSAL: (Draw.WITHOUT_REPLACEMENT, (2, 1)),
     }[scheme]
-    return Case(draw, widths, 3)
+    return Case(draw, widths[:1] if backend is TRITON else widths, 3)
 
 
-def _enumerated_error(buggy: VerifyFn, scheme: Scheme) -> float:
-    case = _case(scheme)
-    cells, weights = round_cells(buggy, scheme, case.drafter(), case.target())
+def _enumerated_error(plant: Callable[[VerifyFn], VerifyFn], verify: VerifyFn, backend: Backend, scheme: Scheme) -> float:
+    case = _case(scheme, backend)
+    guide = backend.guide and replace(backend.guide, verify=plant(backend.guide.verify))
+    cells, weights = round_cells(plant(verify), scheme, case.drafter(), case.target(), guide)
     return law_error(cells, weights, case.target())
 
 
 def _sampled_p_value(
     verify: VerifyFn,
+    backend: Backend,
     scheme: Scheme,
     noise: MakeNoise = counter_noise,
     num_requests: int = 1 << 15,
     draft_uniforms: torch.Tensor | None = None,
 ) -> float:
-    """The chi-square proof's p-value; most bugs need a quarter of its requests."""
-    case = _case(scheme)
-    draft, target = case.draft(LENGTH + case.length), case.target(LENGTH + case.length)
+    """The chi-square proof's p-value; most bugs need a quarter of its requests, shared noise far fewer."""
+    case = _case(scheme, backend)
+    length = case.length
+    draft, target = case.draft(2 * length), case.target(2 * length)
+    if backend is TRITON:
+        num_requests = NUM_IN_INTERPRETER[length]
     codes = sample_prefixes(
-        verify, scheme, lambda model: Drafter(model, case.widths, case.draw), draft, target, LENGTH, noise, num_requests, draft_uniforms
+        verify, scheme, lambda model: Drafter(model, case.widths, case.draw), draft, target, length, noise, num_requests, draft_uniforms
     )
-    return chi_square(codes, target.joint(LENGTH))
+    return chi_square(codes, target.joint(length))
 
 
 def _decodes_the_same(verify: VerifyFn, buggy: VerifyFn, scheme: Scheme) -> bool:
@@ -85,50 +99,50 @@ def _decodes_the_same(verify: VerifyFn, buggy: VerifyFn, scheme: Scheme) -> bool
 @pytest.mark.parametrize(("backend", "scheme", "case"), LENIENT.parameters())
 def test_lenient_acceptance(verify: VerifyFn, backend: Backend, scheme: Scheme, case: str) -> None:
     if case == "enumeration":
-        assert _enumerated_error(lenient(verify), scheme) > CAUGHT
+        assert _enumerated_error(lenient, verify, backend, scheme) > CAUGHT
     else:
-        assert _sampled_p_value(lenient(verify), scheme, num_requests=NUM_REQUESTS) < FALSE_ALARM_RATE
+        assert _sampled_p_value(lenient(verify), backend, scheme, num_requests=NUM_REQUESTS) < FALSE_ALARM_RATE
 
 
 @pytest.mark.parametrize(("backend", "scheme", "case"), LENIENT_MATCH.parameters())
 def test_lenient_match(verify: VerifyFn, backend: Backend, scheme: Scheme, case: str) -> None:
     if case == "enumeration":
-        assert _enumerated_error(lenient_match(verify), scheme) > CAUGHT
+        assert _enumerated_error(lenient_match, verify, backend, scheme) > CAUGHT
     else:
         assert not _decodes_the_same(verify, lenient_match(verify), scheme)
 
 
 @pytest.mark.parametrize(("backend", "scheme", "case"), RESIDUAL.parameters())
 def test_residual_from_the_target(verify: VerifyFn, backend: Backend, scheme: Scheme, case: str) -> None:
-    assert _enumerated_error(residual_from_target(verify), scheme) > CAUGHT
+    assert _enumerated_error(residual_from_target, verify, backend, scheme) > CAUGHT
 
 
 @pytest.mark.parametrize(("backend", "scheme", "case"), SHARED_RECOVERY.parameters())
 def test_draft_noise_shared_with_recovery(verify: VerifyFn, backend: Backend, scheme: Scheme, case: str) -> None:
-    assert _sampled_p_value(verify, scheme, shared_with_recovery) < FALSE_ALARM_RATE
+    assert _sampled_p_value(verify, backend, scheme, shared_with_recovery) < FALSE_ALARM_RATE
 
 
 @pytest.mark.parametrize(("backend", "scheme", "case"), SHARED_ACCEPTANCE.parameters())
 def test_draft_noise_shared_with_acceptance(verify: VerifyFn, backend: Backend, scheme: Scheme, case: str) -> None:
-    assert _sampled_p_value(verify, scheme, shared_with_acceptance) < FALSE_ALARM_RATE
+    assert _sampled_p_value(verify, backend, scheme, shared_with_acceptance) < FALSE_ALARM_RATE
 
 
 @pytest.mark.parametrize(("backend", "scheme", "case"), KEYED_BY_TOKEN.parameters())
 def test_acceptance_noise_keyed_by_token(verify: VerifyFn, backend: Backend, scheme: Scheme, case: str) -> None:
-    assert _sampled_p_value(verify, scheme, keyed_by_token, NUM_REQUESTS) < FALSE_ALARM_RATE
+    assert _sampled_p_value(verify, backend, scheme, keyed_by_token, NUM_REQUESTS) < FALSE_ALARM_RATE
 
 
 @pytest.mark.parametrize(("backend", "scheme", "case"), DRAFT_KEYED_BY_TOKEN.parameters())
 def test_draft_noise_keyed_by_token(verify: VerifyFn, backend: Backend, scheme: Scheme, case: str) -> None:
     """A drafter that draws the token of one position from the same uniform in every round that drafts it."""
-    by_position = torch.rand(NUM_REQUESTS, LENGTH + 2, generator=torch.Generator().manual_seed(21), dtype=torch.float64)
-    assert _sampled_p_value(verify, scheme, num_requests=NUM_REQUESTS, draft_uniforms=by_position) < FALSE_ALARM_RATE
+    by_position = torch.rand(NUM_REQUESTS, 2 * _case(scheme).length - 1, generator=torch.Generator().manual_seed(21), dtype=torch.float64)
+    assert _sampled_p_value(verify, backend, scheme, num_requests=NUM_REQUESTS, draft_uniforms=by_position) < FALSE_ALARM_RATE
 
 
 @pytest.mark.parametrize(("backend", "scheme", "case"), ROUNDED.parameters())
 def test_target_rounded_to_two_decimals(verify: VerifyFn, backend: Backend, scheme: Scheme, case: str) -> None:
     if case == "enumeration":
-        assert _enumerated_error(rounded_target(verify), scheme) > CAUGHT
+        assert _enumerated_error(rounded_target, verify, backend, scheme) > CAUGHT
     else:
         assert not _decodes_the_same(verify, rounded_target(verify), scheme)
 
@@ -144,7 +158,7 @@ def test_sampled_token_pruning(verify: VerifyFn, backend: Backend, scheme: Schem
     """Drafts of one token, verified only if q(x) >= .25: the output is [.12, .72, .16] instead of [.1, .6, .3]."""
     target, draft = _counter_example()
     drafter = pruning(lambda model: Drafter(model, (1,), Draw.SAMPLED))(draft)
-    cells, weights = round_cells(verify, scheme, drafter, target)
+    cells, weights = round_cells(verify, scheme, drafter, target, backend.guide)
     law = prefix_law(cells, weights, target, 1)
     torch.testing.assert_close(law, torch.tensor([0.12, 0.72, 0.16], dtype=torch.float64), rtol=0, atol=backend.tolerance)
     assert law_error(cells, weights, target) > CAUGHT
@@ -175,9 +189,9 @@ class _OtherPrecision(Drafter):
 
 @pytest.mark.parametrize(("backend", "scheme", "case"), OTHER_Q.parameters())
 def test_ratio_with_other_numbers_than_were_sampled_from(verify: VerifyFn, backend: Backend, scheme: Scheme, case: str) -> None:
-    one = _case(scheme)
+    one = _case(scheme, backend)
     for honest in (True, False):
-        cells, weights = round_cells(verify, scheme, _OtherPrecision(one.drafter(), honest=honest), one.target())
+        cells, weights = round_cells(verify, scheme, _OtherPrecision(one.drafter(), honest=honest), one.target(), backend.guide)
         error = law_error(cells, weights, one.target())
         assert error < backend.tolerance if honest else error > CAUGHT
 

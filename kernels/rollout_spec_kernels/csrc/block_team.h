@@ -1,13 +1,17 @@
-// The threads of a CUDA block as a team (verification.h).
+// The threads of a CUDA block: what they compute together, and the team (verification.h) that this makes of them.
 //
 // Everything is shared memory and __syncthreads(): no warp is assumed, so the same text runs block by block on CPU threads, where it is
-// tested (tests/kernels/cuda_on_threads.h). A reduction is nine barriers of a 512-thread block, well below the pass over V it ends.
+// tested (tests/kernels/cuda/on_threads.h). A reduction is nine barriers of a 512-thread block, well below the pass over V it ends.
 #pragma once
 
 #include "verification.h"
 
 #ifndef RS_BLOCK_THREADS
 #define RS_BLOCK_THREADS 512
+#endif
+
+#if !defined(RS_LAUNCH)
+#define RS_LAUNCH(kernel, grid, threads, stream, ...) kernel<<<grid, threads, 0, stream>>>(__VA_ARGS__)
 #endif
 
 namespace rs {
@@ -24,9 +28,64 @@ struct alignas(16) BlockMemory {
   }
 };
 
-class BlockTeam {
+class Block {
  public:
-  __device__ explicit BlockTeam(BlockMemory& memory) : memory_(memory), me_(threadIdx.x) {}
+  __device__ explicit Block(BlockMemory& memory) : memory_(memory), me_(threadIdx.x) {}
+
+  __device__ bool leads() const { return me_ == 0; }
+  __device__ void sync() const { __syncthreads(); }
+  __device__ bool all(bool mine) { return least(mine ? 1 : 0) == 1; }
+
+  template <class T, class Op>
+  __device__ T reduce(const T& own, Op op) {
+    T* const shared = memory_.of<T>();
+    shared[me_] = own;
+    __syncthreads();
+    for (int width = kThreads / 2; width > 0; width /= 2) {
+      if (me_ < width) shared[me_] = op(shared[me_], shared[me_ + width]);
+      __syncthreads();
+    }
+    const T result = shared[0];
+    __syncthreads();
+    return result;
+  }
+
+  __device__ int64_t least(int64_t own) {
+    return reduce(own, [](int64_t a, int64_t b) { return a < b ? a : b; });
+  }
+
+  // Inclusive sum over the threads before and me; the sums of all stay in the memory until it is used again.
+  __device__ double scan(double own) {
+    double* const shared = memory_.of<double>();
+    double value = own;
+    for (int step = 1; step < kThreads; step *= 2) {
+      shared[me_] = value;
+      __syncthreads();
+      if (me_ >= step) value += shared[me_ - step];
+      __syncthreads();
+    }
+    shared[me_] = value;
+    __syncthreads();
+    return value;
+  }
+
+  __device__ double broadcast(double own, int64_t owner) {
+    double* const shared = memory_.of<double>();
+    shared[me_] = own;
+    __syncthreads();
+    const double value = shared[owner];
+    __syncthreads();
+    return value;
+  }
+
+ protected:
+  BlockMemory& memory_;
+  const int me_;
+};
+
+class BlockTeam : public Block {
+ public:
+  using Block::Block;
 
   template <bool kChains>
   __device__ RowSums sums(const Law& law, const Stage& next) {
@@ -92,55 +151,6 @@ class BlockTeam {
     return reduce(own, [](const Winner& a, const Winner& b) { return a.loses_to(b) ? b : a; }).index;
   }
 
-  __device__ bool leads() const { return me_ == 0; }
-  __device__ void sync() const { __syncthreads(); }
-  __device__ bool all(bool mine) { return least(mine ? 1 : 0) == 1; }
-
- private:
-  template <class T, class Op>
-  __device__ T reduce(const T& own, Op op) {
-    T* const shared = memory_.of<T>();
-    shared[me_] = own;
-    __syncthreads();
-    for (int width = kThreads / 2; width > 0; width /= 2) {
-      if (me_ < width) shared[me_] = op(shared[me_], shared[me_ + width]);
-      __syncthreads();
-    }
-    const T result = shared[0];
-    __syncthreads();
-    return result;
-  }
-
-  __device__ int64_t least(int64_t own) {
-    return reduce(own, [](int64_t a, int64_t b) { return a < b ? a : b; });
-  }
-
-  // Inclusive sum over the threads before and me; the sums of all stay in the memory until it is used again.
-  __device__ double scan(double own) {
-    double* const shared = memory_.of<double>();
-    double value = own;
-    for (int step = 1; step < kThreads; step *= 2) {
-      shared[me_] = value;
-      __syncthreads();
-      if (me_ >= step) value += shared[me_ - step];
-      __syncthreads();
-    }
-    shared[me_] = value;
-    __syncthreads();
-    return value;
-  }
-
-  __device__ double broadcast(double own, int64_t owner) {
-    double* const shared = memory_.of<double>();
-    shared[me_] = own;
-    __syncthreads();
-    const double value = shared[owner];
-    __syncthreads();
-    return value;
-  }
-
-  BlockMemory& memory_;
-  const int me_;
 };
 
 }  // namespace rs

@@ -4,10 +4,6 @@
 
 #include "block_team.h"
 
-#if !defined(RS_LAUNCH)
-#define RS_LAUNCH(kernel, grid, threads, stream, ...) kernel<<<grid, threads, 0, stream>>>(__VA_ARGS__)
-#endif
-
 namespace rs {
 namespace {
 

@@ -2,7 +2,8 @@
 
 A verdict is a step function of the uniforms it was reached with. ``partition`` finds the steps by bisection, uniform by uniform, on a grid
 of 2**-48, and returns the boxes of noise on which the verdict is constant; their volumes are the probabilities. Nothing of the
-verifier is patched or re-implemented, so the same code measures any backend.
+verifier is patched or re-implemented, so the same code measures any backend. A slow one is measured with a guide: another verifier whose
+steps are found first, around which the slow one's are looked for.
 
 Shape legend: M drafts, C cells, D depths, T trials, N nodes, V vocabulary.
 """
@@ -60,9 +61,23 @@ class _Boxes:
     split: Tensor  # [C, K] bool: the verdict is known to be constant between low and high
 
 
+@dataclass(frozen=True)
+class Guide:
+    """A verifier that is fast, and believed to decide as the measured one does but for uniforms within ``slack`` of a step.
+
+    Where that is so, two looks replace a bisection and leave the step uncertain by 2 slack; where it is not, bisection goes that far.
+    """
+
+    verify: VerifyFn
+    slack: int = GRID >> 20
+
+
 class _Partition:
-    def __init__(self, verify: VerifyFn, tree: DraftTree, target_probs: Tensor, scheme: Scheme) -> None:
+    def __init__(self, verify: VerifyFn, tree: DraftTree, target_probs: Tensor, scheme: Scheme, guide: Guide | None = None) -> None:
         self.verify, self.tree, self.target_probs, self.scheme = verify, tree, target_probs, scheme
+        self.guide = None if guide is None else _Partition(guide.verify, tree, target_probs, scheme)
+        self.slack = 0 if guide is None else guide.slack
+        self.known: dict[tuple[int, ...], int] = {}  # codes of points, where they are dear
         self.depths = int(tree.depths().max()) + 1 if tree.max_nodes else 1
         self.trials = tree.max_nodes + 1
         self.asked: set[tuple[int, int]] = set()
@@ -89,11 +104,21 @@ class _Partition:
         drafts = torch.arange(size[0])
         return _Boxes(drafts, point, torch.zeros_like(point), torch.full_like(point, GRID), torch.zeros(size, dtype=torch.bool))
 
+    def codes(self, drafts: Tensor, point: Tensor) -> Tensor:
+        """[C] ``run``'s numbers. With a guide a point is run once."""
+        if self.guide is None:
+            return self.run(drafts, point)[0]
+        keys = [tuple(row) for row in torch.cat([drafts[:, None], point], dim=1).tolist()]
+        new = {key: row for row, key in enumerate(keys) if key not in self.known}
+        if new:
+            rows = torch.tensor(list(new.values()))
+            self.known.update(zip(new, self.run(drafts[rows], point[rows])[0].tolist(), strict=True))
+        return torch.tensor([self.known[key] for key in keys], dtype=torch.int64)
+
     def refine(self, boxes: _Boxes, column: int) -> tuple[_Boxes, bool]:
         """Split the boxes along one uniform, wherever the verdict depends on it."""
-        bottom, top = self._at(boxes, column, 0), self._at(boxes, column, TOP)
-        first, _ = self.run(boxes.drafts, bottom)
-        last, _ = self.run(boxes.drafts, top)
+        first = self.codes(boxes.drafts, self._at(boxes, column, 0))
+        last = self.codes(boxes.drafts, self._at(boxes, column, TOP))
         depends = ~boxes.split[:, column] & (first != last)
         if not bool(depends.any()):
             return boxes, False
@@ -103,21 +128,29 @@ class _Partition:
         while low.numel():
             step = self._first_change(current, column, low)
             done.append(_box(current, column, low, step))
-            code, _ = self.run(current.drafts, self._at(current, column, step))
-            final = code == last
+            final = self.codes(current.drafts, self._at(current, column, step)) == last
             done.append(_select(_box(current, column, step, torch.full_like(step, GRID)), final))
             current, last, low = _select(current, ~final), last[~final], step[~final]
         return _concat(done), True
 
     def _first_change(self, boxes: _Boxes, column: int, low: Tensor) -> Tensor:
         """[C] the first grid point above low where the verdict differs from the one at low; it does differ at the top."""
-        start, _ = self.run(boxes.drafts, self._at(boxes, column, low))
+        start = self.codes(boxes.drafts, self._at(boxes, column, low))
         same, differs = low.clone(), torch.full_like(low, TOP)
-        while bool((differs - same > 1).any()):
-            middle = (same + differs) // 2
-            code, _ = self.run(boxes.drafts, self._at(boxes, column, middle))
-            same, differs = torch.where(code == start, middle, same), torch.where(code == start, differs, middle)
-        return differs
+        if self.guide is not None:
+            guess = self.guide._first_change(boxes, column, low)
+            below, above = torch.maximum(guess - self.slack, low), (guess + self.slack).clamp_max(TOP)
+            holds = self.codes(boxes.drafts, self._at(boxes, column, below)) == start
+            changed = self.codes(boxes.drafts, self._at(boxes, column, above)) != start
+            same = torch.where(holds, below, same)
+            differs = torch.where(~holds, below, torch.where(changed, above, differs))
+        while True:
+            rows = (differs - same > max(1, 2 * self.slack)).nonzero()[:, 0]
+            if not rows.numel():
+                return differs
+            middle = (same[rows] + differs[rows]) // 2
+            still = self.codes(boxes.drafts[rows], self._at(_select(boxes, rows), column, middle)) == start[rows]
+            same[rows], differs[rows] = torch.where(still, middle, same[rows]), torch.where(still, differs[rows], middle)
 
     @staticmethod
     def _at(boxes: _Boxes, column: int, value: Tensor | int) -> Tensor:
@@ -126,12 +159,12 @@ class _Partition:
         return point
 
 
-def partition(verify: VerifyFn, tree: DraftTree, target_probs: Tensor, scheme: Scheme, seed: int = 0) -> Cells:
+def partition(verify: VerifyFn, tree: DraftTree, target_probs: Tensor, scheme: Scheme, guide: Guide | None = None, seed: int = 0) -> Cells:
     """Every verdict on every draft of the tree batch [M] with its probability; target_probs [M, N + 1, V] float64.
 
     Each box is visited once more at a random point: a verdict that is not constant on its box fails an assertion.
     """
-    work = _Partition(verify, tree, target_probs, scheme)
+    work = _Partition(verify, tree, target_probs, scheme, guide)
     boxes = work.start()
     boxes = _until_stable(work, boxes, lambda: [depth * work.trials + trial for depth, trial in sorted(work.asked)])
     boxes = _until_stable(work, boxes, lambda: [work.num_accept + depth for depth in sorted(work.drawn)])
@@ -139,7 +172,8 @@ def partition(verify: VerifyFn, tree: DraftTree, target_probs: Tensor, scheme: S
     generator = torch.Generator().manual_seed(seed)
     width = (boxes.high - boxes.low).double()
     inside = boxes.low + (torch.rand(width.shape, generator=generator, dtype=torch.float64) * width).long().clamp_max(TOP)
-    assert torch.equal(work.run(boxes.drafts, torch.minimum(inside, boxes.high - 1))[0], codes), "a verdict changes inside its box of noise"
+    top = torch.maximum(boxes.high - 1 - 2 * work.slack, boxes.low)  # where a step is uncertain, the lower box has the doubt
+    assert torch.equal(work.run(boxes.drafts, torch.minimum(inside, top))[0], codes), "a verdict changes inside its box of noise"
     tokens = verdict.emitted(take(tree, boxes.drafts))
     return Cells(boxes.drafts, (width / GRID).prod(1), verdict, tokens)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from exactness.models import Drafter, TableModel, random_model, without_token
+from exactness.models import Drafter, TableModel, random_model, tree_parents, without_token
 from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verify import DenseTarget, Scheme, TargetRows, Verdict, VerifyFn, VerifyNoise
 
@@ -22,6 +22,12 @@ class Case:
     def __str__(self) -> str:
         shape = "x".join(str(width) for width in self.widths)
         return f"{self.draw.value} {shape} V={self.vocab_size} {self.kind}"
+
+    @property
+    def in_minutes(self) -> bool:
+        """True if Triton's interpreter enumerates it in a minute or two: up to some 27 drafts."""
+        nodes = len(tree_parents(self.widths))
+        return self.draw in (Draw.DETERMINISTIC, Draw.GUMBEL) or self.vocab_size**nodes <= 3**3
 
     @property
     def length(self) -> int:
@@ -72,6 +78,16 @@ CASES: dict[Scheme, list[Case]] = {
     Scheme.GUMBEL: [*TOP_K, *COUPLED, *CHAINS[:3], *SIBLINGS[:4]],
     Scheme.REJECTION_WALK: [*CHAINS[:3], *SIBLINGS],
     Scheme.TRAVERSAL: [*CHAINS[:3], *SIBLINGS],
+}
+
+# Few enough boxes of noise for Triton's interpreter.
+IN_INTERPRETER: dict[Scheme, list[Case]] = {
+    Scheme.REJECTION: [CHAINS[0]],
+    Scheme.BLOCK: [CHAINS[0]],
+    Scheme.EXACT_MATCH: [TOP_K[1], TOP_K[3], CHAINS[0]],
+    Scheme.GUMBEL: [TOP_K[1], TOP_K[3], COUPLED[1], CHAINS[0]],
+    Scheme.REJECTION_WALK: [SIBLINGS[0], SIBLINGS[4]],
+    Scheme.TRAVERSAL: [SIBLINGS[4]],
 }
 
 # Small enough to follow every branch of several rounds.

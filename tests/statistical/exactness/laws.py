@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from exactness.blackbox import Cells, gumbel_cells, partition
+from exactness.blackbox import Cells, Guide, gumbel_cells, partition
 from exactness.models import Drafter, TableModel
 from rollout_spec.reference import ORACLES, Output, ReferenceTree, output_law
 from rollout_spec.verify import Scheme, VerifyFn
@@ -19,7 +19,7 @@ from rollout_spec.verify import Scheme, VerifyFn
 MakeDrafter = Callable[[TableModel], Drafter]  # a drafter for what follows a prefix
 
 
-def round_cells(verify: VerifyFn, scheme: Scheme, drafter: Drafter, target: TableModel) -> tuple[Cells, Tensor]:
+def round_cells(verify: VerifyFn, scheme: Scheme, drafter: Drafter, target: TableModel, guide: Guide | None = None) -> tuple[Cells, Tensor]:
     """All verdicts on all drafts of one round, and [C] their probabilities over draft and noise."""
     tree, draft_weights = drafter.every_draft()
     target_probs = drafter.target_rows(target, tree)
@@ -27,7 +27,7 @@ def round_cells(verify: VerifyFn, scheme: Scheme, drafter: Drafter, target: Tabl
         length = int(tree.depths().max()) + 1
         cells = gumbel_cells(verify, tree, target_probs, target.joint(length), length)
     else:
-        cells = partition(verify, tree, target_probs, scheme)
+        cells = partition(verify, tree, target_probs, scheme, guide)
     return cells, cells.weights * draft_weights[cells.drafts]
 
 
@@ -52,19 +52,21 @@ def law_error(cells: Cells, weights: Tensor, target: TableModel) -> float:
     return float((prefix_law(cells, weights, target, length) - target.joint(length)).abs().max())
 
 
-def many_rounds_law(verify: VerifyFn, scheme: Scheme, make: MakeDrafter, draft: TableModel, target: TableModel, length: int) -> Tensor:
+def many_rounds_law(
+    verify: VerifyFn, scheme: Scheme, make: MakeDrafter, draft: TableModel, target: TableModel, length: int, guide: Guide | None = None
+) -> Tensor:
     """[V**L] law of the first L tokens when rounds follow one another, each drafting after what the ones before emitted."""
     vocab_size = target.vocab_size
     if length == 0:
         return torch.ones(1, dtype=torch.float64)
-    cells, weights = round_cells(verify, scheme, make(draft), target)
+    cells, weights = round_cells(verify, scheme, make(draft), target, guide)
     by_output: dict[tuple[int, ...], float] = defaultdict(float)
     for row, count, weight in zip(cells.token_ids.tolist(), (cells.verdict.num_accepted + 1).tolist(), weights.tolist(), strict=True):
         by_output[tuple(row[: min(count, length)])] += weight
     law = torch.zeros((vocab_size,) * length, dtype=torch.float64)
     for output, weight in by_output.items():
         if weight > 0:
-            rest = many_rounds_law(verify, scheme, make, draft.after(output), target.after(output), length - len(output))
+            rest = many_rounds_law(verify, scheme, make, draft.after(output), target.after(output), length - len(output), guide)
             law[output] += weight * rest.view((vocab_size,) * (length - len(output)))
     return law.flatten()
 

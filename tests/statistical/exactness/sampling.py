@@ -15,6 +15,7 @@ from exactness.models import Drafter, TableModel
 from rollout_spec.verify import CounterNoise, DenseNoise, DenseTarget, Scheme, VerifyFn, VerifyNoise
 
 NUM_REQUESTS = 1 << 17
+NUM_IN_INTERPRETER = {2: 1 << 7, 3: 1 << 10}  # by the length of the prefixes: what Triton's interpreter decides in seconds, and in minutes
 # A correct verifier fails one seeded test in 10 000; the seeds are fixed, so a test that passed once goes on passing.
 FALSE_ALARM_RATE = 1e-4
 
