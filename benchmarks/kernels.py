@@ -1,7 +1,7 @@
 """Times of the kernels beside what they replace, after a check that both give the same.
 
     python benchmarks/kernels.py --cpu --json FILE [--repeats 9] [--threads 2]     verification in C++ against torch
-    python benchmarks/kernels.py --json FILE                                        on a GPU: tree attention, commit, verification
+    python benchmarks/kernels.py --json FILE                              on a GPU: tree attention, verification, truncation
 
 On the CPU variants take turns inside each repeat; the least and the median milliseconds are kept. On a GPU times are Triton's do_bench
 medians, and each stands beside its floor: bytes that must be moved over the bandwidth of a copy measured in the same run.
@@ -18,7 +18,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,19 @@ from torch import Tensor
 
 from rollout_spec.engine.ops import TorchOps
 from rollout_spec.engine.plan import AttentionPlan, mask_words
+from rollout_spec.sampling import SamplingParams, truncations
 from rollout_spec.tree import DraftTree, Draw
 from rollout_spec.verify import AllRows, CounterNoise, Scheme, TokenScores
 from rollout_spec.verify import verify as readable_verify
 
 CHAINS = (Scheme.REJECTION, Scheme.BLOCK)
 VERIFY_SHAPES = ((16, 8, 49_152), (32, 16, 151_936))
+TRUNCATION_SHAPES = ((144, 49_152), (528, 151_936))  # R, V: all rows of the trees above
+TRUNCATIONS = {
+    "top_k": SamplingParams(temperature=0.7, top_k=50),
+    "top_p": SamplingParams(temperature=0.7, top_p=0.95),
+    "all three": SamplingParams(temperature=0.7, top_k=50, top_p=0.95, min_p=0.01),
+}
 HEADS = (32, 8, 128)  # H, Hkv, d of an 8B model
 ATTENTION_SHAPES = tuple((batch, nodes, context) for batch in (1, 16, 64) for nodes in (8, 64) for context in (1024, 8192, 32_768))
 MAX_CACHE_BYTES = 24 << 30
@@ -241,6 +248,37 @@ def gpu_verification(device: torch.device, time_ms: TimeMs) -> list[Result]:
     return results
 
 
+def gpu_truncation(shapes: tuple[tuple[int, int], ...], device: torch.device, time_ms: TimeMs) -> list[Result]:
+    """csrc/truncation.cu beside torch's sorts, and Triton's rows, which write no log-probabilities; bytes are cuda's, read and written.
+
+    "triton, whole" is Triton with the temperature alone: the difference is what finding the support costs.
+    """
+    from rollout_spec_kernels import cuda
+    from rollout_spec_kernels.triton.rows import row_stats
+
+    results = []
+    for num_rows, vocab_size in shapes:
+        logits = (3 * torch.randn(num_rows, vocab_size, device=device)).to(torch.bfloat16)
+        for name, params in TRUNCATIONS.items():
+            given = truncations([params] * num_rows)
+            moved = replace(given, **{field.name: getattr(given, field.name).to(device) for field in fields(given)})
+            kept = [ops(logits, given).log_probs > -torch.inf for ops in (cuda.truncated_log_softmax, TorchOps().truncated_log_softmax)]
+            agreeing = int((kept[0] == kept[1]).all(-1).sum())
+            assert agreeing >= 0.9 * num_rows, f"{name}: {agreeing} of {num_rows} rows agree"  # torch sums the mass in float32
+            entropies = cuda.truncated_log_softmax(logits, given).entropies
+            torch.testing.assert_close(row_stats(logits, moved).entropies, entropies, rtol=0, atol=1e-2)  # a token at the edge may differ
+            times = {
+                "cuda": time_ms(lambda: cuda.truncated_log_softmax(logits, given)),  # noqa: B023 - run before the loop goes on
+                "torch": time_ms(lambda: TorchOps().truncated_log_softmax(logits, given)),  # noqa: B023
+                "triton": time_ms(lambda: row_stats(logits, moved)),  # noqa: B023
+                "triton, whole": time_ms(lambda: row_stats(logits, moved, may_truncate=False)),  # noqa: B023
+            }
+            shape = {"rows": num_rows, "vocab": vocab_size, "filters": name}
+            results.append({"kernel": "truncation", **shape, "bytes": 6 * num_rows * vocab_size, "ms": times})
+            print(f"truncation {name} R={num_rows} V={vocab_size}   {times}", flush=True)
+    return results
+
+
 def run_gpu() -> Result:
     from triton.testing import do_bench
 
@@ -250,6 +288,7 @@ def run_gpu() -> Result:
     bandwidth = 2 * source.numel() / (1e-3 * copy_ms)
     results = gpu_attention(ATTENTION_SHAPES, device, lambda run: float(do_bench(run, return_mode="median")))
     results += gpu_verification(device, lambda run: float(do_bench(run, return_mode="median")))
+    results += gpu_truncation(TRUNCATION_SHAPES, device, lambda run: float(do_bench(run, return_mode="median")))
     for result in results:
         result["floor_ms"] = 1e3 * result["bytes"] / bandwidth
     return {"device": torch.cuda.get_device_name(), "copy_bytes_per_s": bandwidth, "results": results}

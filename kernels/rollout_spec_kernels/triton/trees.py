@@ -175,8 +175,7 @@ def traverse(
     inverse, seed, position = tl.load(inv_temperatures + b), tl.load(seeds + b), tl.load(positions + b)
     node, length = tl.arange(0, block_nodes), tl.load(lengths + b)
     token, parent = _node_field(tokens + b * num_nodes, node, length, -1), _node_field(parents + b * num_nodes, node, length, -2)
-    stages += b * 3 * (num_nodes + 1)
-    stage_tokens += b * (num_nodes + 1)
+    stages, stage_tokens = stages + b * 3 * (num_nodes + 1), stage_tokens + b * (num_nodes + 1)
     place = tl.arange(0, 2 * block_nodes)
     none, whole_mass = tl.zeros((2 * block_nodes,), tl.int64), tl.zeros((2 * block_nodes,), tl.float64) + 1.0
     # By depth: the node, its children refused so far, where to look for the next, the stages before its own.
