@@ -86,9 +86,11 @@ $(HOSTS_STAMP):
 # Among these are real trainings, some minutes each; those marked slow are the other modes of the same. vLLM also brings Triton (1 GB).
 test-hosts: venv-hosts
 	@$(HOSTS)/bin/python -m pytest tests/rl tests/kernels/test_triton_*.py tests/kernels/test_gated_delta.py
+	@$(HOSTS)/bin/python -m pytest tests/statistical -k triton
 
 test-hosts-slow: venv-hosts
-	@$(HOSTS)/bin/python -m pytest -m slow tests/rl
+	@$(HOSTS)/bin/python -m pytest -m slow tests/rl tests/kernels/test_triton_compile.py
+	@$(HOSTS)/bin/python -m pytest -m slow tests/statistical -k triton
 
 demo: venv
 	@$(BIN)/rollout-spec demo

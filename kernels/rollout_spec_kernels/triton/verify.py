@@ -29,7 +29,7 @@ def verify_logits(
     tree: DraftTree,
     logits: Tensor,  # [R, V] of any float dtype: request b's root is row roots[b], its node n row roots[b] + 1 + n
     roots: Tensor,  # [B] int64
-    truncations: Truncations,  # B, on the CPU, of all rows of a request: rollout_spec.sampling.truncations(params)
+    truncations: Truncations,  # B, on the CPU, of all rows of a request (requests that share rows share these): sampling.truncations
     noise: VerifyNoise,
     scheme: Scheme,
 ) -> Verdict:

@@ -1,4 +1,4 @@
-"""Triton's interpreter without its setting-up at every call of a device function, which is nine tenths of its time."""
+"""Triton's interpreter (3.9) without its setting-up at every call of a device function, which is most of its time."""
 
 from __future__ import annotations
 
