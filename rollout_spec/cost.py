@@ -33,7 +33,7 @@ _RIDGE = 1e-7  # of normalised features
 _OUTLIER = math.log(1.6)  # a deviation beyond says nothing about the speed
 _REFIT_EVERY = 24  # rounds
 _REFIT_SOON = 4  # rounds, after something new
-_FEW_ROUNDS = 2  # of a kind that tell what it costs
+_FEW_ROUNDS = 3  # of a kind that tell what it costs, even if one of them was disturbed
 _MANY_ROUNDS = 8  # that tell what half or twice as many requests cost
 _TOKENS_A_ROUND = 1.7  # new states that a drafter reads a request and round, about
 
@@ -220,10 +220,8 @@ def _key(shape: RoundShape) -> tuple[int, ...]:
 
 
 def _median(values: list[float]) -> float:
-    if not values:
-        return 0.0
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(values) % 2 else 0.5 * (ordered[half - 1] + ordered[half])
+    """The lower one of an even number: what disturbs a measurement makes it longer."""
+    return sorted(values)[(len(values) - 1) // 2] if values else 0.0
 
 
 def _relative_fit(features: Array, log_costs: list[float], counts: list[int]) -> Array:

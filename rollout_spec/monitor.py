@@ -5,21 +5,22 @@ The entropy law (Bebop, arXiv 2606.12370) says that acceptance falls about linea
 little (docs/drafters.md). What a request accepts beyond the law is its own offset, trusted as far as requests are found to differ. A jump
 that H does not explain is noticed by a cumulative sum, and moves the law at once.
 
-Shape legend: B requests in a round, D depths (entry 0 is depth 1).
+Shape legend: R rounds of the same requests, B requests in a round, D depths (entry 0 is depth 1).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_spec.entropy_slope import EntropySlope
 from rollout_spec.request_rows import RequestRows
-from rollout_spec.rounds_seen import Forecast, RoundOutcome
+from rollout_spec.rounds_seen import Forecast, RoundOutcome, RoundsSeen
 from rollout_spec.staleness import StaleConfig, StaleJudge
 
 Array = NDArray[np.float64]
@@ -44,7 +45,7 @@ class MonitorConfig:
     prior_slope: float = -0.04  # per nat; sampled drafts .03, greedy ones .07 (docs/drafters.md) ...
     slope_weight: float = 30.0  # ... worth so many observations a squared nat
     jump_slack: float = 0.5  # standard deviations a round that no jump explains
-    jump_threshold: float = 6.0  # and their sum that means a jump
+    jump_threshold: float = 9.0  # and their sum that means a jump: a single request has streaks that mean none
     version_memory: float = 0.4  # what earlier observations count after the policy's weights changed
     drafter_memory: float = 0.1  # and after the drafter's did
     judged_per_request: float = 16.0  # first observations of a request, since the policy's last update, that the drafter is judged by
@@ -67,9 +68,8 @@ class EntropyMonitor:
         self._requests = RequestRows()
         # Faded sums over observations, by depth: weight, α, H.
         self._n, self._y, self._x = np.zeros((3, depth))
-        # For the slope, faded sums over first depths since weights changed: number, H, α, H², α H, squared error of H; H the batch's.
-        self._regression = [0.0] * 6
-        self._earlier = (0.0, 0.0)  # what came of them before: variance of H and its covariance with α, both times their number
+        own = self.config
+        self._slope = EntropySlope(prior=own.prior_slope, weight=own.slope_weight, memory=own.law_memory)
         # Faded sums by depth over requests that were asked: walks that got there and those that found a node; askings and nodes.
         self._reached, self._found, self._asked, self._nodes = np.zeros((4, depth))
         self._entropy_sum = self._entropy_squares = self._entropy_weight = 0.0  # of all emitted positions
@@ -125,11 +125,12 @@ class EntropyMonitor:
         accept = np.clip(intercepts + (slope * entropies + offsets)[:, None], 0.01, 0.995)
         found = (self._found + 1.0) / (self._reached + 1.0)
         noise = self._variance / self._pairs if self._pairs > 0 else 0.25
+        doubt = np.square(self._slope.error(noise) * (entropies - self._pivot))
         return Forecast(
             accept=accept,
             steps=accept * found,
             nodes=(self._nodes + 1.0) / (self._asked + 1.0),
-            spread=np.sqrt(noise / (self._n + self.config.prior_weight)),
+            spread=np.sqrt(noise / (self._n + self.config.prior_weight) + doubt[:, None]),
             entropies=entropies,
             epoch=self._epoch,
             num_observed=float(self._n[0]),
@@ -140,12 +141,18 @@ class EntropyMonitor:
 
     def observe(self, outcome: RoundOutcome, expected: Forecast | None = None) -> bool:
         """Take in one round, for which ``expected`` was the forecast. True if the drafter was found stale by it."""
-        rows = self._requests.of(outcome.request_ids)
+        return self.observe_rounds([outcome], expected)
+
+    def observe_rounds(self, outcomes: Sequence[RoundOutcome], expected: Forecast | None = None) -> bool:
+        """Take in rounds of the same requests at once, all under one forecast: what costs time here does so by the call."""
+        seen = RoundsSeen.of(outcomes)
+        rows = self._requests.of(seen.request_ids)
         before = self._judge.stale
-        if outcome.asked.any():
-            self._num_asked += int((outcome.asked > 0).sum())
-            self._observe_drafts(outcome, rows, self.forecast(outcome.request_ids) if expected is None else expected)
-        self._observe_entropies(outcome.entropies, rows)
+        num_asked = int((seen.asked > 0).sum())
+        if num_asked:
+            self._num_asked += num_asked
+            self._observe_drafts(seen, rows, self.forecast(seen.request_ids) if expected is None else expected)
+        self._observe_entropies(seen.entropies, rows)
         return self._judge.stale and not before
 
     def finish(self, request_id: str) -> None:
@@ -166,8 +173,7 @@ class EntropyMonitor:
             sums *= kept
         self._requests.values[:, (RequestRows.RESIDUAL, RequestRows.COUNT)] *= kept
         self._requests.values[:, RequestRows.SEEN] = 0.0
-        variance, covariance = self._moments()
-        self._earlier, self._regression = (kept * variance, kept * covariance), [0.0] * 6
+        self._slope.weights_changed(kept)
         self._num_asked = 0.0
         self._below.clear()
         self._above.clear()
@@ -176,8 +182,8 @@ class EntropyMonitor:
 
     def _observe_entropies(self, entropies: Array, rows: Ints) -> None:
         known = np.isfinite(entropies)
-        counts = known.sum(1)
-        sums = np.where(known, entropies, 0.0).sum(1)
+        counts = known.sum((0, 2))
+        sums = np.where(known, entropies, 0.0).sum((0, 2))
         count = float(counts.sum())
         if not count:
             return
@@ -194,50 +200,28 @@ class EntropyMonitor:
         held[:, RequestRows.TOKENS] = total
         self._requests.values[rows] = held
 
-    def _observe_drafts(self, outcome: RoundOutcome, rows: Ints, expected: Forecast) -> None:
-        depth = min(outcome.accept_probs.shape[1], self.config.max_depth)
+    def _observe_drafts(self, outcome: RoundsSeen, rows: Ints, expected: Forecast) -> None:
+        depth = min(outcome.accept_probs.shape[2], self.config.max_depth)
         self._observe_findings(outcome, depth)
-        probs = outcome.accept_probs[:, :depth]
+        probs = outcome.accept_probs[:, :, :depth]
         seen = ~np.isnan(probs)
         if not seen.any():
             return
         accept = np.where(seen, probs, 0.0)
         entropies = expected.entropies
-        counts = seen.sum(0)
-        self._observe_slope(float(counts[0]), float(accept[:, 0].sum()), float(entropies[seen[:, 0]].mean()) if counts[0] else 0.0)
+        by_request = seen.sum(0)  # [B, D]
+        counts = by_request.sum(0)
+        first = float(counts[0])
+        if first:
+            self._slope.observe(first, float(accept[:, :, 0].sum()), float(entropies @ by_request[:, 0]) / first, self._entropy_error())
         fade = np.exp(-counts / self.config.law_memory)
-        for sums, new in ((self._n, counts), (self._y, accept.sum(0)), (self._x, entropies @ seen)):
+        for sums, new in ((self._n, counts), (self._y, accept.sum((0, 1))), (self._x, entropies @ by_request)):
             sums[:depth] = sums[:depth] * fade + new
         residuals = np.where(seen, accept - expected.accept[:, :depth], 0.0)
         self._observe_offsets(outcome, expected, seen, rows)
         self._observe_jump(float(residuals.sum()), float(counts.sum()))
         self._fit()
         self._observe_first(outcome, expected, rows)
-
-    def _observe_slope(self, count: float, accept: float, entropy: float) -> None:
-        """How first acceptance moves with the batch's entropy, over rounds: the sums of a regression that jumps leave alone.
-
-        A request's own entropy is too noisy a regressor: errors flatten a slope. They do so to the batch's, too; what they add to its
-        variance is summed as well, and taken off. Only what happens under the same weights counts: an update changes entropy and
-        acceptance together, and a slope through both sides of it would explain a drafter that the policy left behind.
-        """
-        fade = math.exp(-count / self.config.law_memory)
-        new = (count, count * entropy, accept, count * entropy * entropy, accept * entropy, count * self._entropy_error())
-        self._regression = [held * fade + more for held, more in zip(self._regression, new, strict=True)]
-
-    def _slope(self) -> float:
-        variance, covariance = self._moments()
-        weight, prior = self.config.slope_weight, self.config.prior_slope
-        return min((weight * prior + covariance) / (weight + variance), 0.0)
-
-    def _moments(self) -> tuple[float, float]:
-        """Variance of H within spans of the same weights, and its covariance with α, both times the number of observations."""
-        number, x, y, xx, xy, error = self._regression
-        variance, covariance = self._earlier
-        if number > 0:
-            variance += max(xx - x * x / number - error, 0.0)
-            covariance += xy - x * y / number
-        return variance, covariance
 
     def _entropy_error(self) -> float:
         """Squared standard error of ``mean_entropy``, nats²."""
@@ -246,29 +230,29 @@ class EntropyMonitor:
         mean = self._entropy_sum / self._entropy_weight
         return max(self._entropy_squares / self._entropy_weight - mean * mean, 0.0) / self._entropy_weight
 
-    def _observe_findings(self, outcome: RoundOutcome, depth: int) -> None:
+    def _observe_findings(self, outcome: RoundsSeen, depth: int) -> None:
         """How often a walk that got to a depth found a node there, and how many nodes a request gets a depth."""
         depths = np.arange(depth)
-        wanted = outcome.asked[:, None] > depths
-        reached = wanted & (outcome.num_accepted[:, None] >= depths)
-        found = ~np.isnan(outcome.accept_probs[:, :depth])
-        asked = wanted.sum(0)
+        wanted = outcome.asked[:, :, None] > depths
+        reached = wanted & (outcome.num_accepted[:, :, None] >= depths)
+        found = ~np.isnan(outcome.accept_probs[:, :, :depth])
+        asked = wanted.sum((0, 1))
         fade = np.exp(-asked / self.config.law_memory)
         for sums, new in (
-            (self._reached, reached.sum(0)),
-            (self._found, found.sum(0)),
+            (self._reached, reached.sum((0, 1))),
+            (self._found, found.sum((0, 1))),
             (self._asked, asked),
             (self._nodes, outcome.nodes_by_depth[:depth]),
         ):
             sums[:depth] = sums[:depth] * fade + new
 
-    def _observe_offsets(self, outcome: RoundOutcome, expected: Forecast, seen: NDArray[np.bool_], rows: Ints) -> None:
+    def _observe_offsets(self, outcome: RoundsSeen, expected: Forecast, seen: NDArray[np.bool_], rows: Ints) -> None:
         """What each request accepts beyond the law, and how much requests differ at all: the covariance of a request's rounds."""
-        depth = seen.shape[1]
+        depth = seen.shape[2]
         intercepts, slope = self._coefficients
         law = intercepts[:depth] + slope * expected.entropies[:, None]
-        counts = seen.sum(1)
-        beyond = np.where(seen, outcome.accept_probs[:, :depth] - law, 0.0).sum(1)
+        counts = seen.sum((0, 2))
+        beyond = np.where(seen, outcome.accept_probs[:, :, :depth] - law, 0.0).sum((0, 2))
         held = self._requests.values[rows]
         sums, numbers = held[:, RequestRows.RESIDUAL], held[:, RequestRows.COUNT]
         both = (numbers > 0) & (counts > 0)
@@ -320,11 +304,15 @@ class EntropyMonitor:
         self._above.clear()
         self._epoch += 1
 
+    @property
+    def _pivot(self) -> float:
+        """Entropy at which the law was mostly seen, nats."""
+        return float(self._x[0] / self._n[0]) if self._n[0] > 0 else 1.0
+
     def _fit(self) -> None:
         """Least squares with priors: one slope for all depths, then an intercept a depth, each leaning on the depth before."""
         own = self.config
-        slope = self._slope()
-        pivot = float(self._x[0] / self._n[0]) if self._n[0] > 0 else 1.0
+        slope, pivot = self._slope.value, self._pivot
         intercepts = np.empty_like(self._n)
         at_pivot = own.prior_accept
         for d, (n, x, y) in enumerate(zip(self._n.tolist(), self._x.tolist(), self._y.tolist(), strict=True)):
@@ -333,7 +321,7 @@ class EntropyMonitor:
             intercepts[d] = at_pivot - slope * pivot
         self._coefficients = (intercepts, slope)
 
-    def _observe_first(self, outcome: RoundOutcome, expected: Forecast, rows: Ints) -> None:
+    def _observe_first(self, outcome: RoundsSeen, expected: Forecast, rows: Ints) -> None:
         """Judge the drafter by observations that nobody has selected.
 
         These are the first ones of each request, since the policy's last update, and those of rounds that drafted for all. Others come
@@ -341,19 +329,20 @@ class EntropyMonitor:
         """
         own = self.config
         seen_before = self._requests.values[rows, RequestRows.SEEN]
-        first = outcome.accept_probs[:, 0]
+        first = outcome.accept_probs[:, :, 0]
         known = ~np.isnan(first)
-        chosen = known & ((seen_before < own.judged_per_request) | bool(outcome.asked.all()))
-        self._requests.values[rows, RequestRows.SEEN] = seen_before + known
-        count = float(chosen.sum())
+        chosen = known & ((seen_before < own.judged_per_request) | (outcome.asked > 0).all(axis=1, keepdims=True))
+        self._requests.values[rows, RequestRows.SEEN] = seen_before + known.sum(0)
+        by_request = chosen.sum(0)
+        count = float(by_request.sum())
         if not count:
             return
         # Requests differ, too: those of now may be others than those of then.
         within, between = 0.25, _LEAST_BETWEEN
         if self._pairs > 1.0:
             within, between = self._variance / self._pairs, max(self._covariance / self._pairs, _LEAST_BETWEEN)
-        accept, entropy = float(first[chosen].sum()), float(expected.entropies[chosen].sum())
-        requests = float((chosen & (seen_before == 0)).sum())
+        accept, entropy = float(first[chosen].sum()), float(expected.entropies @ by_request)
+        requests = float(((by_request > 0) & (seen_before == 0)).sum())
         self._judge.observe(count, accept, entropy, requests, slope=self._coefficients[1], within=within, between=between)
 
     # Kept between runs
@@ -363,8 +352,6 @@ class EntropyMonitor:
         "_entropy_sum",
         "_entropy_squares",
         "_entropy_weight",
-        "_regression",
-        "_earlier",
         "_squares",
         "_square_weight",
         "_covariance",
@@ -376,7 +363,14 @@ class EntropyMonitor:
     def state_dict(self) -> dict[str, Any]:
         """The law and its evidence, as JSON can hold it; requests are not kept."""
         sums = {name: getattr(self, name).tolist() for name in self._SUMS}
-        return sums | {name: getattr(self, name) for name in self._NUMBERS} | {"judge": self._judge.state_dict()}
+        return (
+            sums
+            | {name: getattr(self, name) for name in self._NUMBERS}
+            | {
+                "slope": self._slope.state_dict(),
+                "judge": self._judge.state_dict(),
+            }
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what ``state_dict`` gave. ValueError if it is of another depth, KeyError if something is missing."""
@@ -386,6 +380,7 @@ class EntropyMonitor:
             setattr(self, name, np.array(state[name], dtype=np.float64))
         for name in self._NUMBERS:
             setattr(self, name, state[name])
+        self._slope.load_state_dict(state["slope"])
         self._judge.load_state_dict(state["judge"])
         self._fit()
 

@@ -21,8 +21,9 @@ from rollout_spec.events import BudgetEvent, DrafterStaleEvent, Event
 from rollout_spec.monitor import EntropyMonitor
 from rollout_spec.rounds_seen import Forecast, RoundOutcome
 
-_FORMAT = 2
-_HOLD_ROUNDS = 4  # that a decision stands for
+_FORMAT = 3
+_HOLD_ROUNDS = 4  # that a decision stands for ...
+_HOLD_OFF_ROUNDS = 8  # ... or one to draft nothing
 _EVENT_EVERY = 64  # rounds, when nothing changes
 
 
@@ -53,6 +54,8 @@ class BudgetPilot:
         self._forecast: Forecast | None = None
         self._held: tuple[tuple[str, ...], Budget] | None = None  # the latest decision and its requests
         self._num_held = 0  # rounds that it stood for
+        self._unlearnt: list[RoundOutcome] = []  # of rounds under it
+        self._found_stale = False  # and not told yet
         self._told: tuple[str, int] | None = None  # reason and depth of the latest event
         self._since_told = 0
 
@@ -64,6 +67,7 @@ class BudgetPilot:
         if self._held is not None and self._stands(*self._held, request_ids, remaining):
             self._num_held += 1
             return self._held[1]
+        self._learn()
         self._forecast = self.monitor.forecast(request_ids)
         signals = BudgetSignals(
             remaining=remaining,
@@ -78,18 +82,30 @@ class BudgetPilot:
         return budget
 
     def _stands(self, held_for: tuple[str, ...], budget: Budget, request_ids: tuple[str, ...], remaining: Tensor) -> bool:
-        lasts = budget.decision.holds and self._num_held < _HOLD_ROUNDS
+        lasts = budget.decision.holds and self._num_held < (_HOLD_ROUNDS if budget.max_depth else _HOLD_OFF_ROUNDS)
         return lasts and held_for == request_ids and bool((remaining > budget.draft_lengths).all())
 
     def observe(self, report: RoundReport) -> bool:
-        """What became of the round that was decided last. True if the drafter was found stale by it."""
+        """What became of the round that was decided last. True if the drafter was found stale by it or by those before."""
         if report.shape is not None:
             self.costs.observe(report.shape, report.draft_s, report.rest_s)
+        if self._unlearnt and self._unlearnt[0].request_ids != report.outcome.request_ids:
+            self._learn()
+        self._unlearnt.append(report.outcome)
+        if self._held is None or not self._held[1].decision.holds or len(self._unlearnt) >= _HOLD_ROUNDS:
+            self._learn()
+        told, self._found_stale = self._found_stale, False
+        return told
+
+    def _learn(self) -> None:
+        """The monitor takes in the rounds of a decision together: at a single request that is what learning costs."""
+        if not self._unlearnt:
+            return
+        outcomes, self._unlearnt = self._unlearnt, []
         epoch = self.monitor.epoch
-        found_stale = self.monitor.observe(report.outcome, self._forecast)
+        self._found_stale |= self.monitor.observe_rounds(outcomes, self._forecast)
         if self.monitor.epoch != epoch:
             self._held = None
-        return found_stale
 
     def events(self, round_index: int, budget: Budget, weights_version: int, drafter: str, *, found_stale: bool) -> list[Event]:
         """What is worth telling of the round: a decision that is another than before (or was not told for long), a stale drafter."""
@@ -114,20 +130,24 @@ class BudgetPilot:
         return told
 
     def finish(self, request_id: str) -> None:
+        self._learn()
         self.monitor.finish(request_id)
 
     def target_updated(self) -> None:
         """The policy's weights changed."""
+        self._learn()
         self._held = None
         self.monitor.target_updated()
 
     def drafter_updated(self) -> None:
         """The drafter's own weights changed."""
+        self._learn()
         self._held = None
         self.monitor.drafter_updated()
 
     def save(self, path: Path) -> None:
         """What was learnt, as JSON, all or nothing."""
+        self._learn()
         beside = path.with_name(path.name + ".part")
         beside.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(json.dumps({"format": _FORMAT, "monitor": self.monitor.state_dict(), "costs": self.costs.state_dict()}))
@@ -144,7 +164,7 @@ class BudgetPilot:
             costs.load_state_dict(held["costs"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} holds no budget state that can be used ({error}); delete it to learn anew") from None
-        self.monitor, self.costs, self._held = monitor, costs, None
+        self.monitor, self.costs, self._held, self._unlearnt = monitor, costs, None, []
 
 
 def _budget_event(round_index: int, controller: str, budget: Budget) -> BudgetEvent:

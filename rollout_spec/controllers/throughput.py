@@ -18,8 +18,9 @@ class ThroughputBudget:
     """Weighs expected acceptance against measured costs every round (``selection.select``).
 
     Kinds of rounds that were never measured at about this number of requests are run a few times each: without a draft, one deep, two deep.
-    Afterwards a budget of 0 is left only for an advantage of ``hysteresis``. While acceptance is known so little, after weights changed or
-    it jumped, that ``optimism`` standard errors more than what is expected would gain ``upside``, every round probes.
+    Afterwards a budget of 0 is left only for an advantage of ``hysteresis``, and taken where less than half of it is left: of many
+    estimates the best is too good. While acceptance is known so little, after weights or entropy changed or it jumped, that
+    ``optimism`` standard errors more than what is expected would make probing everybody gain ``upside``, every round probes.
     """
 
     max_length: int = 8
@@ -27,7 +28,7 @@ class ThroughputBudget:
     max_tree_nodes: int = 32  # of one request, for drafters that size their trees themselves
     hysteresis: float = 0.02
     optimism: float = 1.5
-    upside: float = 0.1
+    upside: float = 0.04
     probes: ProbeConfig = field(default_factory=ProbeConfig)
     name: str = "auto"
 
@@ -51,12 +52,12 @@ class ThroughputBudget:
             if not costs.is_measured(batch, depth):
                 return self._budget(signals, valued(forecast, costs, np.minimum(limits, depth), context), "explore"), probing
         best = select(forecast, costs, limits, context)
-        worth = best.gain >= (0.0 if probing.drafting else self.hysteresis)
+        worth = best.gain >= (0.5 if probing.drafting else 1.0) * self.hysteresis
         if best.lengths.any() and worth:
             if probing.wants_reference(best.gain, probes):
                 return self._budget(signals, valued(forecast, costs, nothing, context), "reference"), probing.looked_without()
             return self._budget(signals, best, "best"), probing.drafted(signals.num_rounds, probes)
-        hoped = select(forecast.at_best(self.optimism), costs, limits, context)
+        hoped = valued(forecast.at_best(self.optimism), costs, np.minimum(limits, probes.length), context)
         missing = max(probes.missing(forecast.num_asked), probes.doubt_requests if hoped.gain >= self.upside else 0)
         probe = valued(forecast, costs, probe_lengths(probing, limits, missing, probes), context)
         if probing.wants_probe(probe.round_s / probe.plain_s - 1.0, missing, probes) and probe.lengths.any():

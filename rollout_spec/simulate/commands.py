@@ -29,6 +29,7 @@ def add_commands(app: typer.Typer) -> None:
 
 def simulate(
     world: Annotated[str, typer.Option("--world", help=f"{', '.join(WORLDS)}, all, or a run's folder or events.jsonl to replay.")] = "all",
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Rolls every world out so often, and pools the rollouts.")] = 1,
     json_path: Annotated[Path | None, typer.Option("--json", help="Where the results go.")] = None,
 ) -> None:
     """Run budgets through worlds whose law of acceptance and costs are known, against an oracle that knows them too."""
@@ -37,9 +38,9 @@ def simulate(
         results: list[Comparison] = []
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
-            task = progress.add_task("simulate", total=num_runs() * len(worlds))
+            task = progress.add_task("simulate", total=num_runs() * len(worlds) * seeds)
             for one in worlds:
-                results += compare(one, lambda what: progress.update(task, advance=1, description=what))
+                results += compare(one, lambda what: progress.update(task, advance=1, description=what), seeds=range(seeds))
         if json_path is not None:
             json_path.parent.mkdir(parents=True, exist_ok=True)
             write_text(json_path, json.dumps([dataclasses.asdict(result) for result in results], indent=2) + "\n")

@@ -97,7 +97,7 @@ class _Requests:
             accept=accept,
             steps=accept * world.found,
             nodes=np.full(DEPTH, world.found).cumprod(),
-            spread=np.zeros(DEPTH),
+            spread=np.zeros_like(accept),
             entropies=entropies,
             epoch=0,
             num_observed=math.inf,
@@ -243,33 +243,38 @@ class Comparison:
     rounds_to_react: int | None = None  # to what changes at a certain moment; None where nothing does
 
 
-def compare(world: World, on_run: Callable[[str], None], *, controllers: Sequence[BudgetController] | None = None) -> list[Comparison]:
-    """The oracle, every fixed length and the controllers in one world, from the same requests."""
+def compare(
+    world: World, on_run: Callable[[str], None], *, controllers: Sequence[BudgetController] | None = None, seeds: Sequence[int] = (0,)
+) -> list[Comparison]:
+    """The oracle, every fixed length and the controllers in one world, from the same requests; seeds are pooled, reactions the slowest."""
     adaptive = default_controllers() if controllers is None else controllers
-    traces: dict[str, Trace] = {}
+    traces: dict[str, list[Trace]] = {}
     runs: list[BudgetController | str] = [ORACLE, *(FixedBudget(draft_length=length) for length in FIXED), *adaptive]
     for controller in runs:
         name = controller if isinstance(controller, str) else controller.name
-        on_run(f"{name} in {world.name}")
-        traces[name] = simulate(world, controller)
-    oracle = traces[ORACLE].tokens_per_s
-    best_fixed = max(trace.tokens_per_s for name, trace in traces.items() if name == "off" or name.startswith("fixed:"))
+        for seed in seeds:
+            on_run(f"{name} in {world.name}")
+            traces.setdefault(name, []).append(simulate(world, controller, seed=seed))
+    speeds = {
+        name: sum(sum(trace.tokens) for trace in own) / sum(math.fsum(trace.seconds) for trace in own) for name, own in traces.items()
+    }
+    best_fixed = max(speed for name, speed in speeds.items() if name == "off" or name.startswith("fixed:"))
     changes = (*world.drafter_updates, *world.policy_updates)
     return [
         Comparison(
             world=world.name,
             controller=name,
-            tokens_per_s=trace.tokens_per_s,
-            ratio_to_oracle=trace.tokens_per_s / oracle,
-            ratio_to_best_fixed=trace.tokens_per_s / best_fixed,
-            rounds_to_react=max(trace.rounds_to_react(at) for at in changes) if changes else None,
+            tokens_per_s=speeds[name],
+            ratio_to_oracle=speeds[name] / speeds[ORACLE],
+            ratio_to_best_fixed=speeds[name] / best_fixed,
+            rounds_to_react=max(trace.rounds_to_react(at) for trace in own for at in changes) if changes else None,
         )
-        for name, trace in traces.items()
+        for name, own in traces.items()
     ]
 
 
 def num_runs() -> int:
-    """How often ``compare`` calls back."""
+    """How often ``compare`` calls back a seed."""
     return 1 + len(FIXED) + len(default_controllers())
 
 

@@ -32,7 +32,7 @@ def forecast(accept: np.ndarray, *, entropies: float = 1.0, epoch: int = 0, num_
         accept=accept,
         steps=accept,
         nodes=np.ones(depth),
-        spread=np.full(depth, spread),
+        spread=np.full_like(accept, spread),
         entropies=np.full(len(accept), entropies),
         epoch=epoch,
         num_observed=1e6,
@@ -149,14 +149,14 @@ def test_nothing_is_drafted_beyond_what_a_request_may_emit() -> None:
 
 def test_what_was_never_measured_is_tried_first() -> None:
     costs, state, reasons = OnlineCosts(), None, []
-    for _ in range(8):
+    for _ in range(11):
         budget, state = ThroughputBudget().decide(signals(np.full((4, 16), 0.5), costs.snapshot()), state)
         depth = budget.max_depth
         reasons.append((budget.decision.reason, depth))
         shape = RoundShape(num_requests=4, num_rows=4 * (1 + depth), depth=depth, context=1200, num_new_states=8 * (depth > 0))
         costs.observe(shape, 0.001 * depth, 0.02)
-    assert reasons[:6] == [("explore", 0)] * 2 + [("explore", 1)] * 2 + [("explore", 2)] * 2
-    assert reasons[6][0] == "best"
+    assert reasons[:9] == [("explore", 0)] * 3 + [("explore", 1)] * 3 + [("explore", 2)] * 3
+    assert reasons[9][0] == "best"
 
 
 def test_an_off_drafter_is_probed_ever_more_rarely_and_at_once_after_news() -> None:

@@ -83,10 +83,25 @@ def test_single_rounds_that_take_ten_times_as_long_are_forgotten() -> None:
     assert predicted(costs, shape(8, 2)) == pytest.approx(wanted, rel=0.1)
 
 
+@pytest.mark.parametrize("disturbed", range(3))
+def test_one_disturbed_round_of_the_first_few_does_not_decide(disturbed: int) -> None:
+    """What a kind of round costs is believed after three of them: a draft that took five times as long once is not dear."""
+    costs = OnlineCosts()
+    for depth in (0, 1, 2):
+        for index in range(3):
+            assert not costs.snapshot().is_measured(8, depth)
+            draft_s, rest_s = true_parts(CPU, shape(8, depth))
+            factor = 5.0 if depth == 1 and index == disturbed else 1.0
+            costs.observe(shape(8, depth), draft_s * factor, rest_s * factor)
+        assert costs.snapshot().is_measured(8, depth)
+    for depth in (0, 1, 2):
+        assert predicted(costs, shape(8, depth)) == pytest.approx(sum(true_parts(CPU, shape(8, depth))), rel=0.05)
+
+
 def test_it_knows_what_was_never_measured() -> None:
     costs = OnlineCosts()
     assert not costs.snapshot().known
-    for _ in range(2):
+    for _ in range(3):
         costs.observe(shape(8, 0), 0.0, 0.02)
     known = costs.snapshot()
     assert known.known

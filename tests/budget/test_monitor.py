@@ -223,9 +223,26 @@ def test_new_weights_widen_the_uncertainty() -> None:
     before = rollout.forecast()
     rollout.monitor.target_updated()
     after = rollout.forecast()
-    assert (after.spread[:2] > before.spread[:2]).all()
+    assert (after.spread[:, :2] > before.spread[:, :2]).all()
     assert after.epoch == before.epoch + 1
     assert after.accept[:, 0].mean() == pytest.approx(before.accept[:, 0].mean(), abs=0.05)
+
+
+def test_acceptance_is_known_less_where_the_entropy_was_never_seen() -> None:
+    """Until it was: then the slope is known, and with it acceptance everywhere."""
+    rollout = Rollout(EntropyMonitor())
+    for _ in range(100):
+        rollout.round(0.7, -0.05)
+    near = rollout.forecast().spread[0, 0]
+    rollout.entropies = np.full(8, 6.0)
+    for _ in range(5):
+        rollout.monitor._observe_entropies(np.full((1, 8, 3), 6.0), rollout.monitor._requests.of(rollout.ids))
+    far = rollout.forecast()
+    assert far.spread[0, 0] > 3 * near
+    assert abs(far.accept[0, 0] - 0.4) < 2 * far.spread[0, 0]
+    for _ in range(60):
+        rollout.round(0.7, -0.05)
+    assert rollout.forecast().spread[0, 0] < 0.5 * far.spread[0, 0]
 
 
 def test_state_survives_json_and_finished_requests_are_forgotten() -> None:

@@ -168,13 +168,13 @@ def test_states_that_waited_are_those_that_came_at_once() -> None:
 
 
 def test_decisions_are_told_with_their_reasons(tmp_path: Path) -> None:
-    plain = make_engine().generate(requests(60))
+    plain = make_engine().generate(requests(90))
     answers: dict[tuple[int, ...], Sequence[int]] = {
         prompt: completion.token_ids for prompt, completion in zip(PROMPTS, plain, strict=True)
     }
     sink = MemorySink()
     engine = make_engine(drafter=ScriptedDrafter(oracle(answers, 4)), controller=ThroughputBudget(max_length=4), sink=sink)
-    engine.generate(requests(60))
+    engine.generate(requests(90))
     told = [event for event in sink.events if isinstance(event, BudgetEvent)]
     assert told[0].reason == "explore"
     assert {event.controller for event in told} == {"auto"}
@@ -195,11 +195,11 @@ def test_decisions_are_told_with_their_reasons(tmp_path: Path) -> None:
     later.load(tmp_path / "state" / "budget.json")
     assert later.monitor.first_accept() == engine.pilot.monitor.first_accept()
     again = MemorySink()
-    make_engine(drafter=ScriptedDrafter(oracle(answers, 4)), controller=later, sink=again).generate(requests(60))
+    make_engine(drafter=ScriptedDrafter(oracle(answers, 4)), controller=later, sink=again).generate(requests(90))
     assert next(event for event in again.events if isinstance(event, BudgetEvent)).reason != "explore"
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": 9}', '{"format": 1}', '{"format": 2, "monitor": {}, "costs": {}}'])
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 9}', '{"format": 2}', '{"format": 3, "monitor": {}, "costs": {}}'])
 def test_damaged_states_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "budget.json"
     path.write_text(text)
@@ -209,7 +209,7 @@ def test_damaged_states_are_refused(tmp_path: Path, text: str) -> None:
         pilot.load(path)
     assert pilot.monitor is monitor
     pilot.save(path)
-    assert json.loads(path.read_text())["format"] == 2
+    assert json.loads(path.read_text())["format"] == 3
 
 
 def test_a_policy_that_jumps_away_from_its_drafter_is_told_of_and_drafted_for_less() -> None:
