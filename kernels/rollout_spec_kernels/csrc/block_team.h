@@ -150,7 +150,6 @@ class BlockTeam : public Block {
     }
     return reduce(own, [](const Winner& a, const Winner& b) { return a.loses_to(b) ? b : a; }).index;
   }
-
 };
 
 }  // namespace rs

@@ -95,6 +95,11 @@ class EngineDriver:
         assert step is not None, "vLLM called for drafts without its patched runner"
         return step
 
+    def close(self) -> None:
+        """The engine ends; one that did not come up has nothing to close."""
+        if self._runner is not None:
+            self.speculator.close()
+
     @torch.inference_mode()
     def sample(self, logits: Tensor, spec: Any, plain: Callable[[Tensor, Any], Any]) -> Any:
         """vLLM's SamplerOutput for the step's rows; plain: its own way, for what we do not offer."""

@@ -116,7 +116,7 @@ def _leave_generators_alone(original: Callable[..., Any]) -> Callable[..., Any]:
 def _close_what_is_open(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def shutdown(self: Any) -> None:
-        proposer = _ours(self)
+        proposer = driver_of(self)
         if proposer is not None:
             proposer.close()
         original(self)

@@ -72,11 +72,6 @@ class SpecProposer(EngineDriver):
         model.set_aux_hidden_state_layers(taps)
         runner.use_aux_hidden_state_outputs = True
 
-    def close(self) -> None:
-        """The engine ends; one that did not come up has nothing to close."""
-        if self._runner is not None:
-            self.speculator.close()
-
     @property
     def _layers(self) -> tuple[int, ...]:
         return self.speculator.drafter.needs.hidden_layers
