@@ -44,7 +44,7 @@ from rollout_spec.session import Session, drafter_factory, open_session
 from rollout_spec_rl.compose import COMPOSITION
 
 AUTO = "auto"
-WARM_TURNS = 12
+WARM_TURNS = 24
 TURNS = {1: 210, 4: 120, 16: 60, 32: 42}  # counted, by batch size
 LONGEST_RELATIVE = 3.0
 RARE_FROM, RARE_LENGTH, RARE_EVERY = 16, 4, 3  # batches from, and lengths from, which a variant runs in every third turn

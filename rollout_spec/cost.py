@@ -220,14 +220,19 @@ def _key(shape: RoundShape) -> tuple[int, ...]:
 
 
 def _median(values: list[float]) -> float:
-    """The lower one of an even number: what disturbs a measurement makes it longer."""
-    return sorted(values)[(len(values) - 1) // 2] if values else 0.0
+    """Of two the lower one: what disturbs a measurement makes it longer."""
+    if not values:
+        return 0.0
+    ordered, half = sorted(values), len(values) // 2
+    if len(values) == 2:
+        return ordered[0]
+    return ordered[half] if len(values) % 2 else 0.5 * (ordered[half - 1] + ordered[half])
 
 
 def _relative_fit(features: Array, log_costs: list[float], counts: list[int]) -> Array:
     """[F] non-negative least squares of relative errors: minimise sum_c n_c (features_c . w / cost_c - 1)^2."""
     scaled = features * np.exp(-np.array(log_costs))[:, None]
-    weights = np.minimum(np.array(counts, dtype=np.float64), _SETTLED)
+    weights = np.array(counts, dtype=np.float64)
     norms = np.sqrt((scaled * scaled).mean(0))
     norms[norms == 0.0] = 1.0
     unit = scaled / norms

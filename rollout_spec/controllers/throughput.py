@@ -58,13 +58,15 @@ class ThroughputBudget:
                 return self._budget(signals, valued(forecast, costs, nothing, context), "reference"), probing.looked_without()
             return self._budget(signals, best, "best"), probing.drafted(signals.num_rounds, probes)
         hoped = valued(forecast.at_best(self.optimism), costs, np.minimum(limits, probes.length), context)
-        missing = max(probes.missing(forecast.num_asked), probes.doubt_requests if hoped.gain >= self.upside else 0)
+        news = probes.missing(forecast.num_asked)
+        missing = max(news, probes.doubt_requests if hoped.gain >= self.upside else 0)
         probe = valued(forecast, costs, probe_lengths(probing, limits, missing, probes), context)
         if probing.wants_probe(probe.round_s / probe.plain_s - 1.0, missing, probes) and probe.lengths.any():
-            return self._budget(signals, probe, "probe"), probing.probed(int((probe.lengths > 0).sum()), probes)
+            probed = probing.probed(int((probe.lengths > 0).sum()), probes)
+            return self._budget(signals, probe, "probe", holds=missing > news), probed
         return self._budget(signals, valued(forecast, costs, nothing, context), "off"), probing.stayed_off(signals.num_rounds)
 
-    def _budget(self, signals: BudgetSignals, chosen: Selection, reason: str) -> Budget:
+    def _budget(self, signals: BudgetSignals, chosen: Selection, reason: str, *, holds: bool = False) -> Budget:
         drafting = bool(chosen.lengths.any())
         decision = Decision(
             reason=reason,
@@ -72,7 +74,7 @@ class ThroughputBudget:
             num_accepted=chosen.num_accepted,
             round_s=chosen.round_s,
             gain=chosen.gain if drafting else 0.0,
-            holds=reason in ("best", "off"),
+            holds=holds or reason in ("best", "off"),
         )
         return Budget(
             draft_lengths=torch.from_numpy(chosen.lengths),
