@@ -83,7 +83,7 @@ def _sampled_p_value(
     length = case.length
     draft, target = case.draft(2 * length), case.target(2 * length)
     if backend is TRITON:
-        num_requests = NUM_IN_INTERPRETER[length]
+        num_requests = 2 * NUM_IN_INTERPRETER[length]
     codes = sample_prefixes(
         verify, scheme, lambda model: Drafter(model, case.widths, case.draw), draft, target, length, noise, num_requests, draft_uniforms
     )

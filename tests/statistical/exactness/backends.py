@@ -6,6 +6,8 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from exactness.blackbox import Guide
 from rollout_spec.sampling import SamplingParams, truncations
 from rollout_spec.tree import DraftTree
@@ -53,13 +55,14 @@ def _triton(tree: DraftTree, target: TargetRows, noise: VerifyNoise, scheme: Sch
     if tree.draft_probs is not None:
         tree = replace(tree, draft_probs=tree.draft_probs.float())
     rows, own = target.target_probs.unique(dim=0, return_inverse=True)  # requests that differ in their noise only share their rows
-    return verify_logits(tree, rows.float().log().flatten(0, 1), own * num_rows, truncations([SamplingParams()] * batch), noise, scheme)
+    with np.errstate(all="ignore"):  # the interpreter is numpy, which warns of a quotient 0 / 0 though a select drops it
+        return verify_logits(tree, rows.float().log().flatten(0, 1), own * num_rows, truncations([SamplingParams()] * batch), noise, scheme)
 
 
 # Bisection to 2**-48 leaves 4e-15 a step, and no case has more than a hundred steps.
 READABLE = Backend("readable", verify, 1e-12)
 # A float32 probability is rounded by 6e-8 of itself, its logarithm and exponential by as much; a planted bug shifts a law by 1e-4.
-FUSED = Backend("fused", _fused, 1e-6, None, unavailable_reason)
+FUSED = Backend("fused", _fused, 1e-6, unavailable_reason=unavailable_reason)
 # In Triton's interpreter, where there is no GPU, a verdict takes some 30 ms; a step that the guide shows is known to 2e-6.
-TRITON = Backend("triton", _triton, 5e-6, Guide(verify), _triton_unavailable)
+TRITON = Backend("triton", _triton, 5e-6, Guide(verify), unavailable_reason=_triton_unavailable)
 BACKENDS = (READABLE, FUSED, TRITON)
