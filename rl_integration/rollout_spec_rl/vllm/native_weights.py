@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollout_spec.engine.weights import checked, checksums
 from rollout_spec_rl.vllm.checkpoint_files import NamedTensor, checkpoint_names, read_tensors
+from rollout_spec_rl.vllm.layerwise import load_into
 
 _ENDS = {"embed_tokens": "embed_tokens.", "lm_head": "lm_head."}  # modules that may be the target's -> how their tensors are named
 
@@ -25,21 +26,17 @@ def reload(runner: Any, tensors: Iterable[NamedTensor]) -> dict[str, int]:
 
     ValueError names what is unknown, missing, misshapen or not finite, and nothing is changed then. RuntimeError if the target changed.
     """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
-
     config, model = runner.vllm_config, runner.drafter.model
     spec = config.speculative_config
     names = _names(spec, config.model_config)
     given = ((name, tensor) for name, tensor in tensors if name not in names.of_policy)
     taken = dict(checked(given, names.own, names.aliases, partial=False))
     fused = _fused(model, taken)
-    with _target_stays(runner.get_model(), model), set_current_vllm_config(config):
-        initialize_layerwise_reload(model)
-        # A module that is the target's keeps the target's weights, whatever the drafter's checkpoint has of its own there.
-        skipped = tuple(name for module, name in _ENDS.items() if _shared(runner.get_model(), model, module))
-        model.load_weights((name, tensor) for name, tensor in taken.items() if not any(part in name for part in skipped))
-        finalize_layerwise_reload(model, spec.draft_model_config)
+    # A module that is the target's keeps the target's weights, whatever the drafter's checkpoint has of its own there.
+    skipped = tuple(name for module, name in _ENDS.items() if _shared(runner.get_model(), model, module))
+    with _target_stays(runner.get_model(), model):
+        kept = ((name, tensor) for name, tensor in taken.items() if not any(part in name for part in skipped))
+        load_into(model, kept, config, spec.draft_model_config)
     if fused:
         # Its other buffers come from the layers, which are whole again.
         model.model._build_fused_kv_buffers()  # noqa: SLF001  # vLLM offers no other way

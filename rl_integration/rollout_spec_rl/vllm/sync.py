@@ -17,6 +17,7 @@ from rollout_spec.engine.weights import checked, checksums, combine
 from rollout_spec.events import WeightSyncEvent
 from rollout_spec_rl.vllm.checkpoint_files import NamedTensor, checkpoint_names
 from rollout_spec_rl.vllm.driver import EngineDriver
+from rollout_spec_rl.vllm.layerwise import load_into
 from rollout_spec_rl.vllm.native import NativeDrafter
 
 
@@ -39,7 +40,7 @@ def update_policy(runner: Any, proposer: EngineDriver, tensors: Iterable[NamedTe
     own, aliases = checkpoint_names(Path(runner.model_config.model), tied=bool(runner.get_model().config.tie_word_embeddings))
     taken = checked(tensors, own, aliases, partial=False)
     with following(proposer, version) as report:
-        reload_layers(runner, taken)
+        load_into(runner.get_model(), taken, runner.vllm_config, runner.model_config)
     return report(checksums(dict(taken)), time.perf_counter() - began)
 
 
@@ -77,18 +78,6 @@ def update_drafter(proposer: EngineDriver, tensors: Iterable[NamedTensor], versi
     # vLLM does not keep its drafters' weights readable: their sums are of what came.
     sums = drafter.loaded if isinstance(drafter, NativeDrafter) else checksums(drafter.named_weights())
     return _report(proposer, "drafter", version, sums, time.perf_counter() - began)
-
-
-def reload_layers(runner: Any, tensors: Iterable[NamedTensor]) -> None:
-    """vLLM's way to load into layers that were packed after the first loading."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
-
-    model = runner.get_model()
-    with set_current_vllm_config(runner.vllm_config):
-        initialize_layerwise_reload(model)
-        model.load_weights(iter(tensors))
-        finalize_layerwise_reload(model, runner.vllm_config.model_config)
 
 
 def _report(proposer: EngineDriver, role: str, version: int, sums: Mapping[str, int], seconds: float) -> SyncReport:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_vllm import driver_of, native, runner_of, sample, totals_of, write_mtp_policy
+from test_engine_lossless import greedy
+from tiny_vllm import driver_of, load, native, runner_of, sample, totals_of, write_mtp_policy, write_policy
 from torch import Tensor
 
 from rollout_spec.budget import Budget
@@ -195,6 +196,30 @@ def test_faulty_weights_are_refused_by_name_and_change_nothing(
     with pytest.raises(ValueError, match=message):
         update(llm, given, 9)
     assert torch.equal(drafted(llm, monkeypatch), before)
+
+
+def test_a_head_that_is_tied_to_the_embedding_follows_it(start: Callable[..., Any], tmp_path: Path) -> None:
+    """Nothing is loaded into such a head by its own name: the policy's and a draft model's would go on with the old one, packed."""
+    first, second = (write_policy(tmp_path / str(seed), seed, tied=True) for seed in (0, 1))
+    config = {"method": "draft_model", "model": str(first), "num_speculative_tokens": 3}
+    llm = start(model=str(first), options={"speculative_config": config, "budget": "fixed:3"})
+
+    def ask() -> tuple[tuple[int, ...], float]:
+        llm.reset_prefix_cache()
+        tokens = sample(llm, 1, 24, temperature=0)[0]
+        totals_of(llm)
+        sample(llm, 24, 24, temperature=1.0)
+        return tokens, totals_of(llm)["rollout/spec_accept_rate"]
+
+    tokens, rate = ask()
+    assert (tokens, rate > 0.999) == (greedy(load(first), 24), True)
+    for version, folder in enumerate((second, first), start=1):
+        llm.collective_rpc("rollout_spec_update_policy", args=(str(folder), version))
+        tokens, rate = ask()
+        assert (tokens, rate < 0.8) == (greedy(load(folder), 24), True)
+        update(llm, dict(read_tensors(folder)), version)
+        tokens, rate = ask()
+        assert (tokens, rate > 0.999) == (greedy(load(folder), 24), True)
 
 
 def test_a_policys_update_makes_its_drafter_stale_and_the_drafters_brings_it_back(start: Callable[..., Any], natives: Path) -> None:

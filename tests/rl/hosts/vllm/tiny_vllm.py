@@ -22,7 +22,7 @@ PROMPT = tuple((7 * i + 3) % VOCAB for i in range(41))  # longer than a block of
 REST = -1  # stands for all continuations of a prefix that is too rare to be looked at one by one
 
 
-def write_policy(folder: Path, seed: int = 0) -> Path:
+def write_policy(folder: Path, seed: int = 0, *, tied: bool = False) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -37,7 +37,7 @@ def write_policy(folder: Path, seed: int = 0) -> Path:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         initializer_range=0.15,
     )
     torch.manual_seed(seed)
