@@ -5,7 +5,7 @@
 #   DRAFTER=runs/mtp_smollm2/drafter examples/verl_grpo_smollm2/run.sh   # with one that is there
 #   SPEC=off examples/verl_grpo_smollm2/run.sh                           # without speculation
 #
-# RUN (default runs/verl_grpo_smollm2), PYTHON and SPEC (default mtp) as in examples/grpo.sh. The first drafter takes some 20 minutes;
+# RUN (default runs/verl_grpo_smollm2), PYTHON and SPEC (default mtp; not vllm_*, see docs/vllm.md, Limits) as in examples/grpo.sh. The first drafter takes some 20 minutes;
 # it is kept by the checksum of the policy, so the next run finds it.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
