@@ -317,7 +317,7 @@ def test_what_is_trained_before_rollouts_by_vllm(before: Callable[..., Any], rol
     assert plan_before_vllm(rollout({}), "suffix") is None
     assert plan_before_vllm(rollout({"refresh_before_rl": False, "drafter_cache": "somewhere"}), "???") is None
     for given, drafter, said in (
-        (custom, "runs/mtp/drafter", "names one: leave one of them out"),
+        (custom, str(tmp_path), "names one: leave one of them out"),
         ({**custom, "drafter_config": None}, "???", "give drafter_config=configs/drafter"),
         ({"drafter_config": custom["drafter_config"]}, "suffix", "is read by refresh_before_rl only"),
         (
