@@ -240,7 +240,7 @@ class Comparison:
     tokens_per_s: float
     ratio_to_oracle: float
     ratio_to_best_fixed: float
-    rounds_to_react: int | None = None  # to what changes at a certain moment; None where nothing does
+    rounds_to_react: int | None = None  # to what changes at a certain moment; None where nothing does, and for what never reacts or knows
 
 
 def compare(
@@ -267,7 +267,7 @@ def compare(
             tokens_per_s=speeds[name],
             ratio_to_oracle=speeds[name] / speeds[ORACLE],
             ratio_to_best_fixed=speeds[name] / best_fixed,
-            rounds_to_react=max(trace.rounds_to_react(at) for trace in own for at in changes) if changes else None,
+            rounds_to_react=max(trace.rounds_to_react(at) for trace in own for at in changes) if own[0].rate_of_best else None,
         )
         for name, own in traces.items()
     ]

@@ -57,6 +57,13 @@ def test_a_disturbed_clock_hardly_misleads(seed: int) -> None:
     assert auto > 0.97 * oracle
 
 
+def test_only_what_learns_has_a_time_to_react() -> None:
+    world = replace(WORLDS["stale"], num_requests=12, mean_tokens=100)
+    rows = {row.controller: row.rounds_to_react for row in compare(world, lambda _: None, controllers=[ThroughputBudget()])}
+    assert rows.pop("auto") is not None
+    assert set(rows.values()) == {None}
+
+
 def test_seeds_are_pooled() -> None:
     small = replace(SMALL, num_requests=6, mean_tokens=60)
     alone = [{row.controller: row.tokens_per_s for row in compare(small, lambda _: None, controllers=[], seeds=[seed])} for seed in (3, 4)]
