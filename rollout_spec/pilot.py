@@ -89,8 +89,6 @@ class BudgetPilot:
         """What became of the round that was decided last. True if the drafter was found stale by it or by those before."""
         if report.shape is not None:
             self.costs.observe(report.shape, report.draft_s, report.rest_s)
-        if self._unlearnt and self._unlearnt[0].request_ids != report.outcome.request_ids:
-            self._learn()
         self._unlearnt.append(report.outcome)
         if self._held is None or not self._held[1].decision.holds or len(self._unlearnt) >= _HOLD_ROUNDS:
             self._learn()
@@ -164,7 +162,8 @@ class BudgetPilot:
             costs.load_state_dict(held["costs"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} holds no budget state that can be used ({error}); delete it to learn anew") from None
-        self.monitor, self.costs, self._held, self._unlearnt = monitor, costs, None, []
+        self.monitor, self.costs = monitor, costs
+        self._held, self._unlearnt, self._found_stale = None, [], False
 
 
 def _budget_event(round_index: int, controller: str, budget: Budget) -> BudgetEvent:

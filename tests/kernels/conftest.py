@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from rollout_spec_kernels.cpu import CpuOps, unavailable_reason
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before a test imports one of Triton's kernels

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from truncated_rows import TRUNCATED
 
 from rollout_spec.sampling import SamplingParams, process_logits, truncations
 from rollout_spec.tree import DraftTree, Draw
@@ -141,18 +142,6 @@ def test_one_bad_request_declines_the_batch(machine: Machine, scheme: Scheme) ->
 
 def _unnamed(names: Tensor) -> int:
     return next(token for token in range(50) if token not in names.tolist())
-
-
-TRUNCATED = [
-    SamplingParams(top_k=5),
-    SamplingParams(temperature=0.7, top_p=0.9),
-    SamplingParams(temperature=1.3, min_p=0.02),
-    SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
-    SamplingParams(top_k=900, top_p=0.3),
-    SamplingParams(temperature=2.5),
-    SamplingParams(top_k=1, top_p=1e-6),
-    SamplingParams(top_p=0.98),
-]
 
 
 def _rows(vocab_size: int, kind: str) -> Tensor:

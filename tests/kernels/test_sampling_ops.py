@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from truncated_rows import TRUNCATED
 
 from rollout_spec.noise import Stream, gumbel_noise, uniforms
 from rollout_spec.sampling import SamplingParams, process_logits, truncations
@@ -46,18 +47,6 @@ def test_point_mass_nan_and_no_support(ops: CpuOps) -> None:
     assert torch.allclose(got.entropies[1], torch.tensor(math.log(5000)))
     assert got.log_probs[2:].isnan().all()
     assert got.entropies[2:].isnan().all()
-
-
-TRUNCATED = [
-    SamplingParams(top_k=5),
-    SamplingParams(temperature=0.7, top_p=0.9),
-    SamplingParams(temperature=1.3, min_p=0.02),
-    SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
-    SamplingParams(top_k=900, top_p=0.3),
-    SamplingParams(temperature=2.5),
-    SamplingParams(top_k=1, top_p=1e-6),
-    SamplingParams(top_p=0.98),
-]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

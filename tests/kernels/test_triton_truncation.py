@@ -11,6 +11,7 @@ from dataclasses import fields
 import pytest
 import torch
 from torch import Tensor
+from truncated_rows import TRUNCATED
 
 from rollout_spec.sampling import SamplingParams, process_logits, truncations
 from rollout_spec.truncation import Truncations
@@ -23,16 +24,6 @@ from rollout_spec_kernels.triton.rows import RowStats, row_stats, truncates
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TRUNCATED = [
-    SamplingParams(top_k=5),
-    SamplingParams(temperature=0.7, top_p=0.9),
-    SamplingParams(temperature=1.3, min_p=0.02),
-    SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
-    SamplingParams(top_k=900, top_p=0.3),
-    SamplingParams(temperature=2.5),
-    SamplingParams(top_k=1, top_p=1e-6),
-    SamplingParams(top_p=0.98),
-]
 
 
 def _stats(logits: Tensor, params: list[SamplingParams]) -> RowStats:

@@ -43,6 +43,22 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def model(policy: Path) -> Any:
+    """The policy as transformers runs it."""
+    from tiny_vllm import load
+
+    return load(policy)
+
+
+@pytest.fixture(scope="session")
+def laws(model: Any) -> dict[str, dict[tuple[int, ...], float]]:
+    """What it samples, exactly, by the names of policy_law.LAWS."""
+    from policy_law import laws_of
+
+    return laws_of(model)
+
+
+@pytest.fixture(scope="session")
 def drafters(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of drafters for it: mtp, and block with a reduced vocabulary."""
     from tiny_vllm import write_drafters

@@ -10,14 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_vllm import METHODS, PROMPT, VOCAB, load, native, sample, totals_of
+from tiny_vllm import METHODS, PROMPT, VOCAB, native, sample, totals_of
 
 KINDS = ("mtp", "block", "draft", "eagle", "dflash")
-
-
-@pytest.fixture(scope="module")
-def model(policy: Path) -> Any:
-    return load(policy)
 
 
 @torch.inference_mode()

@@ -9,23 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from tiny_vllm import PROMPT, exact_law, fit, load, sample, totals_of
-from torch import Tensor
+from policy_law import COUNT, LAWS, LEAST_P, LENGTH, fit, greedy
+from tiny_vllm import PROMPT, load, sample, totals_of
 
 from rollout_spec.budget import FixedBudget
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.load import make_runner
 from rollout_spec.engine.request import Request
 from rollout_spec.events import RoundEvent
-from rollout_spec.sampling import SamplingParams, process_logits
 from rollout_spec.sinks.memory import MemorySink
 from rollout_spec_mtp.serving import load_drafter
 from rollout_spec_rl.compose import make_ops
 
-LENGTH, COUNT = 5, 1500
-LEAST_P = 1e-4
-LAWS: dict[str, dict[str, Any]] = {"T1": {"temperature": 1.0}, "T.7 k20": {"temperature": 0.7, "top_k": 20}, "p.9": {"top_p": 0.9}}
 CASES = [
     ("mtp", "fixed:3", "auto"),
     ("block", "entropy", "rejection"),
@@ -42,31 +37,8 @@ CASES = [
 ]
 
 
-def processor(**params: Any) -> Callable[[Tensor], Tensor]:
-    own = SamplingParams(**params)
-    return lambda logits: process_logits(logits, [own] * logits.shape[0])
-
-
-@pytest.fixture(scope="module")
-def model(policy: Path) -> Any:
-    return load(policy)
-
-
-@pytest.fixture(scope="module")
-def laws(model: Any) -> dict[str, dict[tuple[int, ...], float]]:
-    return {name: exact_law(model, processor(**params), LENGTH) for name, params in LAWS.items()}
-
-
 def options_of(kind: str, drafters: Path, budget: str, verifier: str) -> dict[str, Any]:
     return {"drafter": kind if kind == "suffix" else str(drafters / kind), "draft_length": 3, "budget": budget, "verifier": verifier}
-
-
-@torch.inference_mode()
-def greedy(model: Any, length: int) -> tuple[int, ...]:
-    tokens = list(PROMPT)
-    for _ in range(length):
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tuple(tokens[len(PROMPT) :])
 
 
 @pytest.mark.parametrize(("kind", "budget", "verifier"), CASES)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_lossless import LAWS, LEAST_P, greedy, processor
-from tiny_vllm import PROMPT, driver_of, exact_law, fit, load, native, sample, totals_of, write_mtp_policy
+from policy_law import COUNT, LAWS, LEAST_P, LENGTH, fit, greedy, laws_of
+from tiny_vllm import PROMPT, driver_of, load, native, sample, totals_of, write_mtp_policy
 from torch import Tensor
 
 from rollout_spec.budget import Budget, BudgetSignals, FixedBudget
@@ -21,7 +21,6 @@ from rollout_spec.sinks import read_events
 from rollout_spec.tree import DraftTree
 from rollout_spec_rl.vllm.native import NativeDrafter
 
-LENGTH, COUNT = 5, 1500
 CASES = [
     ("draft", "auto", "auto"),
     ("eagle", "entropy", "rejection"),
@@ -39,16 +38,6 @@ CASES = [
         )
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(policy: Path) -> Any:
-    return load(policy)
-
-
-@pytest.fixture(scope="module")
-def laws(model: Any) -> dict[str, dict[tuple[int, ...], float]]:
-    return {name: exact_law(model, processor(**params), LENGTH) for name, params in LAWS.items()}
 
 
 def check_laws(llm: Any, laws: dict[str, Any], model: Any) -> dict[str, float]:
@@ -73,7 +62,7 @@ def test_the_law_is_the_policys(
 def test_the_law_with_the_head_of_the_policys_own_checkpoint(start: Callable[..., Any], tmp_path: Path) -> None:
     policy = write_mtp_policy(tmp_path / "model")
     own = load(policy)
-    expected = {name: exact_law(own, processor(**params), LENGTH) for name, params in LAWS.items()}
+    expected = laws_of(own)
     options = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "budget": "fixed:2"}
     assert 0.02 < check_laws(start(model=str(policy), options=options), expected, own)["rollout/spec_accept_rate"] < 0.98
 

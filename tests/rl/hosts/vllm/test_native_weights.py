@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from policy_law import greedy
 from safetensors.torch import save_file
-from test_engine_lossless import greedy
 from tiny_vllm import driver_of, load, native, runner_of, sample, totals_of, write_mtp_policy, write_policy
 from torch import Tensor
 

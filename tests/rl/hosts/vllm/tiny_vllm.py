@@ -1,25 +1,19 @@
-"""A tiny policy with drafters of ours and of vLLM's own kinds, engines of it, and the exact law of what it samples.
-
-Shape legend: P prefixes, T tokens, V vocabulary.
-"""
+"""A tiny policy with drafters of ours and of vLLM's own kinds, and engines of it."""
 
 from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 
 VOCAB = 32
 PROMPT = tuple((7 * i + 3) % VOCAB for i in range(41))  # longer than a block of the prefix cache
-REST = -1  # stands for all continuations of a prefix that is too rare to be looked at one by one
 
 
 def write_policy(folder: Path, seed: int = 0, *, tied: bool = False) -> Path:
@@ -250,47 +244,3 @@ def sample(llm: Any, count: int, length: int, prompt: Sequence[int] = PROMPT, **
     asked = SamplingParams(n=count, max_tokens=length, ignore_eos=True, detokenize=False, **params)
     outputs = llm.generate({"prompt_token_ids": list(prompt)}, asked, use_tqdm=False)
     return [tuple(output.token_ids) for output in outputs[0].outputs]
-
-
-@torch.inference_mode()
-def exact_law(model: Any, process: Callable[[Tensor], Tensor], length: int, prompt: Sequence[int] = PROMPT) -> dict[tuple[int, ...], float]:
-    """Probabilities of all continuations, those of rare prefixes summed up under (*prefix, REST).
-
-    process: logits [P, V] -> logits whose softmax is sampled from.
-    """
-    law, prefixes = dict[tuple[int, ...], float](), {(): 1.0}
-    for _ in range(length):
-        names = list(prefixes)
-        ids = torch.tensor([[*prompt, *name] for name in names])
-        probs = torch.cat([process(model(part).logits[:, -1].float()).softmax(-1) for part in ids.split(256)])
-        following: dict[tuple[int, ...], float] = {}
-        for name, row in zip(names, probs.double().tolist(), strict=True):
-            following |= {(*name, token): prefixes[name] * prob for token, prob in enumerate(row) if prob > 0}
-        rare = {name: prob for name, prob in following.items() if prob < 1e-3}
-        law |= {(*name, REST): prob for name, prob in rare.items()}
-        prefixes = {name: prob for name, prob in following.items() if name not in rare}
-    return law | prefixes
-
-
-def fit(samples: Sequence[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    """p of a chi-square test of the samples against the law; cells are merged, by the law alone, until each expects five samples."""
-    counts = dict.fromkeys(law, 0)
-    for tokens in samples:
-        name = next(key for key in _names(tokens) if key in counts)
-        counts[name] += 1
-    ordered = sorted(law, key=lambda name: (-law[name], name))
-    seen = np.array([counts[name] for name in ordered], dtype=float)
-    expected = np.array([law[name] for name in ordered]) * len(samples)
-    edges, total = [0], 0.0
-    for place, value in enumerate(expected):
-        total += value
-        if total >= 5:
-            edges.append(place + 1)
-            total = 0.0
-    edges[-1] = len(expected)
-    sums = [np.add.reduceat(values, edges[:-1]) for values in (seen, expected)]
-    return float(stats.chisquare(sums[0], sums[1] * sums[0].sum() / sums[1].sum()).pvalue)
-
-
-def _names(tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [tokens, *((*tokens[:end], REST) for end in range(1, len(tokens) + 1))]
