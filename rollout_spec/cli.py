@@ -25,7 +25,8 @@ from rollout_spec.doctor import Status, diagnose
 from rollout_spec.engine.baselines import Baseline, TransformersBaseline, VllmBaseline
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.models import default_cache_dir
-from rollout_spec.job import JobSettings, RolloutJob, write_text
+from rollout_spec.files import write_text
+from rollout_spec.job import JobSettings, RolloutJob
 from rollout_spec.pilot import BudgetPilot
 from rollout_spec.sampling import SamplingParams
 from rollout_spec.session import AUTO, Session, drafter_factory, open_session, parse_budget, parse_logit_bias, parse_scheme, parse_widths
@@ -291,11 +292,12 @@ def demo(
     context: typer.Context,
     quick: Annotated[bool, typer.Option("--quick", help="A quarter of the work.")] = False,
     out: Annotated[Path, typer.Option("--out", "-o")] = Path("runs/demo"),
+    budget: BudgetOption = AUTO,
     threads: Threads = None,
 ) -> None:
-    """The real model, real prompts, with and without speculation: the same tokens, fewer rounds."""
+    """The real model, real prompts, with and without speculation: the same tokens, fewer rounds wherever drafting pays."""
     with clear_errors(), _progress() as progress:
-        result = run_demo(_composition(context), out=out, quick=quick, threads=threads, progress=progress, report=_say)
+        result = run_demo(_composition(context), out=out, quick=quick, budget=budget, threads=threads, progress=progress, report=_say)
     reports.print_demo(Console(), result)
     if not result.identical:
         raise typer.Exit(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 
@@ -16,13 +17,12 @@ import pyarrow.parquet as pq
 from rich.progress import Progress
 
 from rollout_spec.composition import Composition
-from rollout_spec.controllers import ThroughputBudget
 from rollout_spec.drafter import Drafter
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.job import JobSettings, RolloutJob
 from rollout_spec.pilot import BudgetPilot
 from rollout_spec.sampling import SamplingParams
-from rollout_spec.session import Session, drafter_factory, open_session
+from rollout_spec.session import Session, drafter_factory, open_session, parse_budget
 from rollout_spec.sinks import JsonlSink
 from rollout_spec.verify import Scheme
 
@@ -63,9 +63,11 @@ class DemoResult:
 
 
 def run_demo(
-    composition: Composition, *, out: Path, quick: bool, threads: int | None, progress: Progress, report: Callable[[str], None]
+    composition: Composition, *, out: Path, quick: bool, budget: str, threads: int | None, progress: Progress, report: Callable[[str], None]
 ) -> DemoResult:
     """Epoch 0 and 1 of the same prompts with each drafter. In epoch 1 the suffix drafter knows epoch 0's samples."""
+    make_pilot = partial(_pilot, budget)
+    make_pilot()  # what is wrong with the budget is said before a drafter is trained
     num_prompts, length = (2, 48) if quick else (8, 96)
     # Tokens are compared bit by bit, which needs a forward whose rows do not depend on their neighbours (docs/engine.md).
     dtype = "bfloat16" if composition.make_ops().name != "torch" else "float32"
@@ -75,7 +77,7 @@ def run_demo(
     )
     if out.exists():
         rmtree(out)
-    contestants = _contestants(composition, session, trained)
+    contestants = _contestants(composition, session, trained, make_pilot)
     task = progress.add_task("rollouts", total=2 * len(contestants) * num_prompts * NUM_SAMPLES)
     rows: list[DemoRow] = []
     for epoch in range(2):
@@ -98,19 +100,19 @@ def run_demo(
     return DemoResult(rows=rows, dtype=dtype, out=out)
 
 
-def _contestants(composition: Composition, session: Session, trained: Path) -> list[_Contestant]:
+def _contestants(composition: Composition, session: Session, trained: Path, make_pilot: Callable[[], BudgetPilot]) -> list[_Contestant]:
     coupled, independent = (
         drafter_factory(composition, session.loaded, scheme=scheme, seeded=True, tree_width=(1,)) for scheme in (None, Scheme.BLOCK)
     )
     return [
-        *(_Contestant(name=name, drafter=coupled(name), pilot=_pilot()) for name in UNTRAINED),
-        _Contestant(name="mtp", drafter=coupled(str(trained)), pilot=_pilot()),
-        _Contestant(name="mtp-block", drafter=independent(str(trained)), pilot=_pilot(), scheme=Scheme.BLOCK),
+        *(_Contestant(name=name, drafter=coupled(name), pilot=make_pilot()) for name in UNTRAINED),
+        _Contestant(name="mtp", drafter=coupled(str(trained)), pilot=make_pilot()),
+        _Contestant(name="mtp-block", drafter=independent(str(trained)), pilot=make_pilot(), scheme=Scheme.BLOCK),
     ]
 
 
-def _pilot() -> BudgetPilot:
-    return BudgetPilot(ThroughputBudget(max_length=LONGEST))
+def _pilot(budget: str) -> BudgetPilot:
+    return BudgetPilot(parse_budget(budget, LONGEST, tree_width=(1,)))
 
 
 def _job(folder: Path, session: Session, num_prompts: int, length: int, dtype: str, contestant: _Contestant, epoch: int) -> RolloutJob:

@@ -18,6 +18,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from rollout_spec.cli import app
+from rollout_spec.events import RequestEvent
 from rollout_spec.job import SCHEMA
 from rollout_spec.sinks import read_events
 from rollout_spec_rl.compose import COMPOSITION
@@ -115,8 +116,9 @@ def test_a_killed_rollout_resumes_without_losing_a_finished_sample(tiny_dir: Pat
     process.wait()
     with journal.open("a") as file:
         file.write('{"torn')
-    kept = journal.read_text().count("\n")
-    assert kept >= 12
+    kept = {f"{row['prompt_id']}/{row['sample_index']}" for row in map(json.loads, journal.read_text().splitlines()[:-1])}
+    assert len(kept) >= 12
+    num_events = len(read_events(out / "events.jsonl"))
     assert not (out / "rollouts.parquet").exists()
     refused = rollout(tiny_dir, prompts_file, out, *common, ok=False)
     assert "--resume" in refused.stderr
@@ -127,13 +129,14 @@ def test_a_killed_rollout_resumes_without_losing_a_finished_sample(tiny_dir: Pat
     rollout(tiny_dir, prompts_file, out, *common, "--resume")
     assert tokens(out) == tokens(whole)
     # What was finished before the kill was not generated again.
-    generated = json.loads((out / "summary.json").read_text())["num_request_rounds"]
-    assert generated < 2 * json.loads((whole / "summary.json").read_text())["num_request_rounds"]
+    later = [event.request_id for event in read_events(out / "events.jsonl")[num_events:] if isinstance(event, RequestEvent)]
+    assert sorted([*kept, *later]) == sorted(f"{prompt}/{sample}" for prompt, sample in tokens(whole))
 
 
 def test_the_history_file_carries_one_epoch_to_the_next(tiny_dir: Path, prompts_file: Path, tmp_path: Path) -> None:
     history = tmp_path / "history.npz"
-    common = ("-n", "2", "--temperature", "0", "--drafter", "suffix", "--history", history)
+    # A fixed length: whether "auto" drafts at all depends on how fast this machine happens to be.
+    common = ("-n", "2", "--temperature", "0", "--drafter", "suffix", "--budget", "fixed:4", "--history", history)
     rollout(tiny_dir, prompts_file, tmp_path / "first", *common)
     rollout(tiny_dir, prompts_file, tmp_path / "second", *common)
     first, second = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "second"))
