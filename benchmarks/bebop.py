@@ -33,7 +33,8 @@ from rollout_spec.budget import FixedBudget
 from rollout_spec.composition import draw_for
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.request import Completion, Request
-from rollout_spec.job import sample_seed, write_text
+from rollout_spec.files import write_text
+from rollout_spec.job import sample_seed
 from rollout_spec.prompts import Prompt, load_prompts
 from rollout_spec.sampling import SamplingParams
 from rollout_spec.session import set_threads

@@ -37,7 +37,7 @@ from rollout_spec.controllers import ThroughputBudget
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.request import Request
 from rollout_spec.events import Event, RoundEvent
-from rollout_spec.job import write_text
+from rollout_spec.files import write_text
 from rollout_spec.pilot import BudgetPilot
 from rollout_spec.sampling import SamplingParams
 from rollout_spec.session import Session, drafter_factory, open_session

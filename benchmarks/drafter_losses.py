@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from loss_report import COMPARISONS, summarise, table
 from progress import Lines
 
-from rollout_spec.job import write_text
+from rollout_spec.files import write_text
 from rollout_spec.sinks import JsonlSink
 from rollout_spec_mtp.checkpoint import save_drafter
 from rollout_spec_mtp.configs import to_mapping

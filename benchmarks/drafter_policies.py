@@ -25,7 +25,7 @@ from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.load import LoadedModel, load_model, make_runner
 from rollout_spec.engine.request import Request
 from rollout_spec.events import RoundEvent
-from rollout_spec.job import write_text
+from rollout_spec.files import write_text
 from rollout_spec.prompts import Prompt, load_prompts
 from rollout_spec.sinks.memory import MemorySink
 from rollout_spec_mtp.kinds import kind_of

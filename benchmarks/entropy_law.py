@@ -32,7 +32,7 @@ from rollout_spec.composition import DrafterOptions
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.load import load_model, make_runner
 from rollout_spec.engine.request import Request
-from rollout_spec.job import write_text
+from rollout_spec.files import write_text
 from rollout_spec.monitor import EntropyMonitor
 from rollout_spec.pilot import BudgetPilot
 from rollout_spec.prompts import load_prompts

@@ -25,7 +25,7 @@ from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.load import load_model, make_runner
 from rollout_spec.engine.request import Request
 from rollout_spec.events import DrafterStaleEvent, Event, RoundEvent
-from rollout_spec.job import write_text
+from rollout_spec.files import write_text
 from rollout_spec.prompts import load_prompts
 from rollout_spec.session import parse_budget
 from rollout_spec.sinks.memory import MemorySink

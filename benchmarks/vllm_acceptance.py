@@ -30,7 +30,7 @@ from paired import Sums, difference_interval, mean_interval
 from transformers import AutoTokenizer
 
 from rollout_spec.events import Event, RequestEvent, RoundEvent
-from rollout_spec.job import write_text
+from rollout_spec.files import write_text
 from rollout_spec.prompts import load_prompts
 
 Prompt = tuple[int, ...]

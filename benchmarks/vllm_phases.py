@@ -30,7 +30,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rollout_spec.job import write_text
+from rollout_spec.files import write_text
 from rollout_spec.prompts import load_prompts
 
 NONE = "none"

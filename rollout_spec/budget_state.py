@@ -18,7 +18,6 @@ from rollout_spec.controllers import ThroughputBudget
 from rollout_spec.engine.calibrate import calibrate, num_forwards
 from rollout_spec.engine.models import default_cache_dir
 from rollout_spec.engine.runner import ModelRunner
-from rollout_spec.job import write_text
 from rollout_spec.pilot import BudgetPilot
 
 
@@ -40,16 +39,12 @@ def prepared_pilot(
     if not isinstance(controller, ThroughputBudget):
         return pilot
     path = costs_path(model, runner, max_batch, default_cache_dir().parent / "costs" if cache_dir is None else cache_dir)
-    if path.exists():
-        try:
-            pilot.costs.load_state_dict(json.loads(path.read_text()))
-        except (ValueError, KeyError, TypeError):
-            path.unlink()
-    if not path.exists():
+    try:
+        pilot.load(path)
+    except (OSError, ValueError):  # not there, damaged, or another version's; another process may write it at this moment
         total = num_forwards(max_batch)
         calibrate(runner, pilot.costs, max_batch=max_batch, max_context=max_context, on_measured=lambda done: on_forward(done, total))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(pilot.costs.state_dict()))
+        pilot.save(path)
     return pilot
 
 

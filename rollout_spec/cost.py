@@ -197,7 +197,10 @@ class OnlineCosts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what ``state_dict`` gave. KeyError or TypeError if it is something else."""
+        """Take up what ``state_dict`` gave. KeyError, TypeError or ValueError if it is something else."""
+        rest, draft = np.array(state["rest"], dtype=np.float64), np.array(state["draft"], dtype=np.float64)
+        if rest.shape != self._rest.shape or draft.shape != self._draft.shape:
+            raise ValueError(f"costs of {rest.size} + {draft.size} features, not of {self._rest.size} + {self._draft.size}")
         cells: Iterable[Mapping[str, Any]] = state["cells"]
         self._cells = OrderedDict()
         for held in cells:
@@ -205,7 +208,7 @@ class OnlineCosts:
             self._cells[_key(shape)] = _Cell(shape=shape, log_rest=list(held["log_rest"]), log_draft=list(held["log_draft"]))
         self._log_speed = float(state["log_speed"])
         self._measured = Counter({(int(bucket), int(depth)): int(count) for bucket, depth, count in state["measured"]})
-        self._rest, self._draft = np.array(state["rest"], dtype=np.float64), np.array(state["draft"], dtype=np.float64)
+        self._rest, self._draft = rest, draft
 
 
 def _key(shape: RoundShape) -> tuple[int, ...]:

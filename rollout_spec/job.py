@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from rollout_spec.engine.engine import Engine
 from rollout_spec.engine.request import Completion, Request
+from rollout_spec.files import replacing, write_text
 from rollout_spec.prompts import Prompt
 from rollout_spec.sampling import SamplingParams
 from rollout_spec.sinks import read_events
@@ -157,9 +158,8 @@ class RolloutJob:
         order = {prompt.prompt_id: place for place, prompt in enumerate(self._prompts)}
         rows.sort(key=lambda row: (order[row["prompt_id"]], row["sample_index"]))
         table = pa.Table.from_pylist(rows, schema=SCHEMA)
-        beside = self.out / "rollouts.parquet.part"
-        pq.write_table(table, beside)
-        beside.replace(self.out / "rollouts.parquet")
+        with replacing(self.out / "rollouts.parquet") as beside:
+            pq.write_table(table, beside)
         totals = SummarySink()
         for event in read_events(self.events_path):
             totals.emit(event)
@@ -182,13 +182,6 @@ def sample_seed(seed: int, prompt_id: str, sample_index: int) -> int:
     """The seed of one sample: 62 bits that depend on nothing but the run's seed, the prompt and the sample's number."""
     digest = hashlib.sha256(f"{seed}/{prompt_id}/{sample_index}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 2
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file's text in one step."""
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(text)
-    beside.replace(path)
 
 
 def _append(journal: TextIO, row: dict[str, Any]) -> None:

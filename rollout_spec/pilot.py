@@ -18,6 +18,7 @@ from torch import Tensor
 from rollout_spec.budget import Budget, BudgetController, BudgetSignals, Decision
 from rollout_spec.cost import OnlineCosts, RoundShape
 from rollout_spec.events import BudgetEvent, DrafterStaleEvent, Event
+from rollout_spec.files import write_text
 from rollout_spec.monitor import EntropyMonitor
 from rollout_spec.rounds_seen import Forecast, RoundOutcome
 
@@ -146,10 +147,8 @@ class BudgetPilot:
     def save(self, path: Path) -> None:
         """What was learnt, as JSON, all or nothing."""
         self._learn()
-        beside = path.with_name(path.name + ".part")
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps({"format": _FORMAT, "monitor": self.monitor.state_dict(), "costs": self.costs.state_dict()}))
-        beside.replace(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps({"format": _FORMAT, "monitor": self.monitor.state_dict(), "costs": self.costs.state_dict()}))
 
     def load(self, path: Path) -> None:
         """Go on from what ``save`` wrote. ValueError if the file is damaged or of another format; nothing changes then."""

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from rollout_spec.composition import Composition
 from rollout_spec.console import clear_errors, console
-from rollout_spec.job import write_text
+from rollout_spec.files import write_text
 from rollout_spec.prompts import load_prompts
 from rollout_spec.session import set_threads
 

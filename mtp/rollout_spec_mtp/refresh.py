@@ -5,8 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.weights import checksums, combine
@@ -34,6 +38,7 @@ def refreshed_drafter(config: TrainConfig, cache: Path, ops: Ops, display: Displ
 
     Its name is a digest of the policy's weights and of every setting but ``out``; evaluation.json lies beside the weights. A training
     that was interrupted goes on where it stopped. Its rollouts are not kept: they are large, and the policy's next weights need others.
+    Of several processes that ask for one drafter, one trains it and the others wait.
     """
     workplace = open_workplace(config.model, config.collect.dtype, ops, display)
     settings: dict[str, Any] = to_mapping(config)
@@ -41,11 +46,28 @@ def refreshed_drafter(config: TrainConfig, cache: Path, ops: Ops, display: Displ
     policy = combine(checksums(dict(workplace.loaded.module.named_parameters())))
     key = hashlib.sha256(json.dumps([policy, settings], sort_keys=True).encode()).hexdigest()[:16]
     target, work = cache / key, cache / f"{key}.part"
-    if target.is_dir():
-        display.say(f"drafter from {target}")
-        return target
-    run_training(config, work, ops, display, resume=True, workplace=workplace)
-    shutil.copy2(work / "evaluation.json", work / "drafter")
-    (work / "drafter").rename(target)
-    shutil.rmtree(work)
+    with _alone(cache / f".{key}.lock", display):
+        if target.is_dir():
+            display.say(f"drafter from {target}")
+            return target
+        run_training(config, work, ops, display, resume=True, workplace=workplace)
+        shutil.copy2(work / "evaluation.json", work / "drafter")
+        (work / "drafter").rename(target)
+        shutil.rmtree(work)
     return target
+
+
+@contextmanager
+def _alone(path: Path, display: Display) -> Iterator[None]:
+    """Holds the lock of that file; a process that dies lets go of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        display.say(f"another process trains this drafter (lock {path}); waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rollout_spec.files import replacing
+
 _FORMAT = 1
 _ARRAYS = ("prompt_keys", "prompts", "lengths", "versions", "counts", "token_ids")
 
@@ -109,8 +111,7 @@ class HistoryStore:
         """Write everything to one .npz file, all or nothing (written beside it, then renamed)."""
         keys = list(self._prompts)
         rows = [(index, sample) for index, key in enumerate(keys) for sample in self._prompts[key].samples.values()]
-        part = path.with_name(path.name + ".part")
-        with part.open("wb") as file:
+        with replacing(path) as beside, beside.open("wb") as file:
             np.savez(
                 file,
                 format=np.array(_FORMAT),
@@ -121,7 +122,6 @@ class HistoryStore:
                 counts=np.array([sample.count for _, sample in rows], dtype=np.int64),  # [M]
                 token_ids=np.concatenate([sample.token_ids for _, sample in rows] or [np.empty(0, np.int32)]),
             )
-        part.replace(path)
 
     def load(self, path: Path, current_version: int) -> None:
         """Add what ``save`` wrote. ValueError if the file is damaged or of another format.

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rollout_spec.console import clear_errors, console
-from rollout_spec.job import write_text
+from rollout_spec.files import write_text
 from rollout_spec.simulate.recorded import recorded_world
 from rollout_spec.simulate.run import Comparison, compare, num_runs
 from rollout_spec.simulate.world import World

@@ -9,7 +9,6 @@ import bisect
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from rollout_spec.events import (
     WeightSyncEvent,
     context_edge,
 )
+from rollout_spec.files import write_text
 from rollout_spec.sinks.prometheus_families import FAMILIES, MAX_DEPTH, MAX_ENTROPY, OWN_LABELS, Kind
 from rollout_spec.sinks.queued import SinkHealth
 from rollout_spec.speedup import PlainRounds, compare, draft_length, round_seconds
@@ -248,6 +248,4 @@ class PrometheusSink:
 
 def _write_targets(path: Path, address: str, labels: dict[str, str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps([{"targets": [address], "labels": labels}]) + "\n")
-    beside.replace(path)
+    write_text(path, json.dumps([{"targets": [address], "labels": labels}]) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,10 @@ def test_costs_are_measured_once(runner: ModelRunner, tmp_path: Path) -> None:
     assert forwards(ThroughputBudget()) == num_forwards(2)
     assert forwards(ThroughputBudget()) == 0
     path = costs_path(tmp_path, runner, 2, tmp_path)
-    path.write_text('{"cells": 3}')
-    assert forwards(ThroughputBudget()) == num_forwards(2)
+    kept = json.loads(path.read_text())
+    fewer = {**kept["costs"], "rest": kept["costs"]["rest"][:-1]}
+    for unusable in ({"cells": 3}, {**kept, "format": 0}, {**kept, "costs": fewer}):  # damaged, or of another version
+        path.write_text(json.dumps(unusable))
+        assert forwards(ThroughputBudget()) == num_forwards(2)
+        assert forwards(ThroughputBudget()) == 0
     assert costs_path(tmp_path, runner, 4, tmp_path) != path

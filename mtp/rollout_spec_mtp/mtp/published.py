@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rollout_spec.files import write_text
 from rollout_spec_mtp.checkpoint import load_checked
 from rollout_spec_mtp.mtp.config import MTPConfig
 from rollout_spec_mtp.mtp.model import MTPModel
@@ -110,9 +111,7 @@ def write_published(model: MTPModel, layout: str, directory: Path) -> None:
     save_file(tensors, directory / "mtp.safetensors", metadata={"format": "pt"})
     sizes = sum((directory / file).stat().st_size for file in {*files.values(), "mtp.safetensors"})
     index = {"metadata": {"total_size": sizes}, "weight_map": {**files, **dict.fromkeys(tensors, "mtp.safetensors")}}
-    part = directory / "model.safetensors.index.json.part"
-    part.write_text(json.dumps(index, indent=2) + "\n")
-    part.replace(directory / "model.safetensors.index.json")
+    write_text(directory / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
 def copy_with_head(model: MTPModel, checkpoint: Path, out: Path, layout: str = "mtp") -> None:

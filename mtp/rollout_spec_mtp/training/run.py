@@ -16,6 +16,7 @@ from rollout_spec.engine.load import LoadedModel, load_model, make_runner
 from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.runner import ModelRunner
 from rollout_spec.events import EventSink
+from rollout_spec.files import write_text
 from rollout_spec.prompts import Prompt, load_prompts
 from rollout_spec.sinks import JsonlSink
 from rollout_spec_mtp.configs import to_mapping
@@ -187,7 +188,7 @@ def run_evaluation(config: TrainConfig, workplace: Workplace, out: Path, held_ou
             draft_length=model.num_slots,
             max_new_tokens=config.evaluate.served_max_new_tokens,
         )
-    (out / "evaluation.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_text(out / "evaluation.json", json.dumps(report, indent=2) + "\n")
     return report
 
 

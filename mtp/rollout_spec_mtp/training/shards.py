@@ -21,6 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rollout_spec.files import write_text
+
 INDEX = "index.json"
 FORMAT_VERSION = 1
 
@@ -97,9 +99,7 @@ class ShardWriter:
         self._write_index()
 
     def _write_index(self) -> None:
-        part = self.folder / f"{INDEX}.part"
-        part.write_text(json.dumps(self.index, indent=1) + "\n")
-        part.replace(self.folder / INDEX)
+        write_text(self.folder / INDEX, json.dumps(self.index, indent=1) + "\n")
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from rollout_spec.events import EventSink, TrainEvent
+from rollout_spec.files import write_text
 from rollout_spec_mtp.checkpoint import save_drafter
 from rollout_spec_mtp.losses import DraftBatch, LossConfig, SlotCounts, chunked_loss
 from rollout_spec_mtp.training.batches import Batches
@@ -331,4 +332,4 @@ def check_resume(out: Path, settings: dict[str, Any], *, resume: bool) -> None:
             raise ValueError(f"--resume with other settings than {path} ({', '.join(different)} differ): use the same, or another --out")
         return
     out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings, indent=2) + "\n")
+    write_text(path, json.dumps(settings, indent=2) + "\n")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout_spec.files import write_text
 from rollout_spec_rl.compose import make_ops
 from rollout_spec_rl.verl import BACKEND
 from rollout_spec_rl.verl.options import WHERE, RolloutPlan, plan_rollouts
@@ -119,7 +120,5 @@ def _written(prompts: Sequence[object], cache: Path) -> Path:
     path = cache / "prompts" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        part = path.with_suffix(".part")
-        part.write_text(text)
-        part.replace(path)
+        write_text(path, text)
     return path

@@ -1,0 +1,42 @@
+"""Files are whole or not there, whoever else writes them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from rollout_spec.files import replacing, write_text
+
+
+def _write_often(path: Path, letter: str) -> None:
+    for _ in range(300):
+        write_text(path, letter * 5000)
+
+
+def test_of_several_writers_the_last_ones_text_stays_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    processes = [multiprocessing.get_context("fork").Process(target=_write_often, args=(path, letter)) for letter in "abcd"]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        if path.exists():
+            text = path.read_text()
+            assert text == text[0] * 5000
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert [found.name for found in tmp_path.iterdir()] == ["file.json"]
+
+
+def _write_half(path: Path) -> None:
+    path.write_text("ha")
+    raise OSError("disk full")
+
+
+def test_what_was_there_stays_if_the_writing_fails(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    write_text(path, "before")
+    with pytest.raises(OSError, match="full"), replacing(path) as beside:
+        _write_half(beside)
+    assert path.read_text() == "before"
+    assert [found.name for found in tmp_path.iterdir()] == ["file.json"]
