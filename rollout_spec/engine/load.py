@@ -97,6 +97,6 @@ def _check_probe(runner: ModelRunner, probe: Tensor, wanted: Tensor, name: str) 
     error = float((got - wanted).norm() / wanted.norm())
     if not error <= _PROBE_TOLERANCE[runner.dtype]:
         raise ValueError(
-            f"{name}: the embedded engine's logits differ from the model's own by {error:.2g} (relative) on a probe; the architecture does something "
-            "to logits or attention that the engine does not know, and would not be sampled exactly"
+            f"{name}: the embedded engine's logits differ from the model's own by a relative {error:.2g} on a probe; the architecture does "
+            "something to logits or attention that the engine does not know, and would not be sampled exactly"
         )
