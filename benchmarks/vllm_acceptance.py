@@ -2,7 +2,8 @@
 
     python benchmarks/vllm_acceptance.py --model FOLDER --drafters runs/mtp/drafter runs/block/drafter --json FILE
 
-Chains under block verification at T = 1, a request at a time, each engine in a process of its own. Two comparisons:
+Chains under block verification at T = 1, a request at a time, each engine in a process of its own; run again, drafters that are in the file
+are kept. Two comparisons:
 
 *Free*: both engines sample each prompt with seeds of their own. Acceptance by depth, prompts drawn again for 95 % intervals, and the
 interval of the difference, paired by prompt.
@@ -30,7 +31,7 @@ from paired import Sums, difference_interval, mean_interval
 from transformers import AutoTokenizer
 
 from rollout_spec.events import Event, RequestEvent, RoundEvent
-from rollout_spec.files import write_text
+from rollout_spec.files import resumed, write_text
 from rollout_spec.prompts import load_prompts
 
 Prompt = tuple[int, ...]
@@ -221,14 +222,19 @@ def main() -> None:
         os.environ.setdefault(name, value)
     prompts = [tuple(prompt.token_ids) for prompt in load_prompts(options.prompts, AutoTokenizer.from_pretrained(options.model))]
     context = max(map(len, prompts)) + options.tokens
-    found = {}
-    for drafter in options.drafters:
-        setting = Setting(model=options.model, drafter=drafter, draft_length=options.draft_length, dtype=options.dtype, max_context=context)
-        found[drafter] = compare(setting, prompts, options.samples, options.tokens)
-        print(json.dumps(found[drafter], indent=2), flush=True)
-    settings = {name: value for name, value in vars(options).items() if name != "json"}
+    settings = {name: value for name, value in vars(options).items() if name not in ("json", "drafters")}
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    write_text(options.json, json.dumps({"settings": settings, "machine": machine, "found": found}, indent=2) + "\n")
+    held = resumed(options.json, {"settings": settings, "machine": machine})
+    found = held.setdefault("found", {})
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    for drafter in options.drafters:
+        if drafter not in found:
+            setting = Setting(
+                model=options.model, drafter=drafter, draft_length=options.draft_length, dtype=options.dtype, max_context=context
+            )
+            found[drafter] = compare(setting, prompts, options.samples, options.tokens)
+            write_text(options.json, json.dumps(held, indent=2) + "\n")
+        print(json.dumps(found[drafter], indent=2), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python benchmarks/vllm_phases.py --model FOLDER --drafters suffix runs/mtp/drafter --json FILE
 
-Every variant runs in a process of its own, engine and runner in that same process. Phases are exclusive: what one calls is not its own.
+Every variant runs in a process of its own, engine and runner in that same process; run again, those that are in the file are kept.
+Phases are exclusive: what one calls is not its own.
 
     engine   vLLM's scheduler, its outputs and its bookkeeping
     forward  the target's forward over the committed and the drafted rows, inputs and logits included
@@ -30,7 +31,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rollout_spec.files import write_text
+from rollout_spec.files import resumed, write_text
 from rollout_spec.prompts import load_prompts
 
 NONE = "none"
@@ -154,16 +155,19 @@ def main() -> None:
     for name, value in (("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("HF_HUB_OFFLINE", "1")):
         os.environ.setdefault(name, value)
     prompts = [tuple(prompt.token_ids) for prompt in load_prompts(options.prompts, AutoTokenizer.from_pretrained(options.model))]
-    settings = {name: value for name, value in vars(options).items() if name != "json"}
-    found = {}
+    settings = {name: value for name, value in vars(options).items() if name not in ("json", "drafters")}
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    held = resumed(options.json, {"settings": settings, "machine": machine})
+    found = held.setdefault("found", {})
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     for drafter in (NONE, *options.drafters):
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            found[drafter] = pool.submit(measure, drafter, prompts, settings).result()
+        if drafter not in found:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                found[drafter] = pool.submit(measure, drafter, prompts, settings).result()
+            write_text(options.json, json.dumps(held, indent=2) + "\n")
         for number, figures in found[drafter].items():
             spent = "  ".join(f"{name} {ms:.1f}" for name, ms in figures["ms_per_step"].items())
             print(f"{drafter}, {number} requests: {figures['tokens_per_step']:.2f} tokens a step; ms: {spent}", flush=True)
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    write_text(options.json, json.dumps({"settings": settings, "machine": machine, "found": found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from pathlib import Path
 
 import pytest
 
-from rollout_spec.files import replacing, write_text
+from rollout_spec.files import replacing, resumed, write_text
 
 
 def _write_often(path: Path, letter: str) -> None:
@@ -40,3 +41,24 @@ def test_what_was_there_stays_if_the_writing_fails(tmp_path: Path) -> None:
         _write_half(beside)
     assert path.read_text() == "before"
     assert [found.name for found in tmp_path.iterdir()] == ["file.json"]
+
+
+ABOUT = {"settings": {"requests": (1, 8), "block": None}, "machine": {"cores": 2}}
+
+
+def test_an_interrupted_runs_file_is_taken_up_again(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    found = resumed(path, ABOUT)
+    assert found == {"settings": {"requests": [1, 8], "block": None}, "machine": {"cores": 2}}
+    found["answers"] = [1]
+    write_text(path, json.dumps(found))
+    assert resumed(path, ABOUT) == found
+
+
+def test_another_runs_file_is_refused_by_what_differs(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    write_text(path, json.dumps(ABOUT))
+    other = {"settings": {"requests": (1, 9), "tokens": None}, "machine": {"cores": 4}}
+    told = r"requests \[1, 8\] there, \[1, 9\] here; tokens not set there, null here; block null there, not set here; cores 2 there, 4 here"
+    with pytest.raises(ValueError, match=rf"found.json was made with other settings \({told}\): name another file, or delete it"):
+        resumed(path, other)

@@ -4,6 +4,10 @@
 
 Every variant runs in a process of its own that stays up; each round lets all of them generate one after the other, so that what else the
 machine does hits them alike. A figure is the median over rounds; seconds are generation's alone.
+
+The file is written after every round, with all answers so far. The same command goes on where an earlier one was cut, also with more
+--rounds: whole rounds are kept, the one that was cut is made again. Engines start anew then and warm up anew; what `suffix` remembered
+and `auto` measured is gone with the old ones, so `warmed_before_round` says in the file where that was.
 """
 
 from __future__ import annotations
@@ -16,10 +20,16 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from rollout_spec.files import resumed, write_text
+
 VARIANTS = ("none", "vllm_ngram", "vllm_draft_model", "suffix", "mtp", "block")
+
+Answer = dict[str, Any]  # of one variant in one round: seconds, tokens, vLLM's counters and ours
 
 
 def engine_settings(variant: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -87,16 +97,16 @@ class Served:
         self._answers = os.fdopen(read)
         self._answer()
 
-    def generate(self, number: int, seed: int) -> dict[str, Any]:
+    def generate(self, number: int, seed: int) -> Answer:
         assert self._process.stdin is not None
         print(number, seed, file=self._process.stdin, flush=True)
         return self._answer()
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self) -> Answer:
         line = self._answers.readline()
         if not line:
             raise SystemExit(f"vLLM ended with code {self._process.wait()}; what it said stands above")
-        answer: dict[str, Any] = json.loads(line)
+        answer: Answer = json.loads(line)
         return answer
 
     def close(self) -> None:
@@ -105,8 +115,64 @@ class Served:
         self._process.wait()
 
 
-def compare(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """Medians by number of requests and variant, each beside that of the variant without speculation."""
+class Comparison:
+    """Answers by number of requests and variant, in a file that is whole after every round."""
+
+    def __init__(self, path: Path, about: Mapping[str, Mapping[str, Any]], report: Callable[[str], None]) -> None:
+        """about: settings and machine. ValueError if the file is there and was made with others."""
+        self._path, self._report = path, report
+        self._held = resumed(path, about)
+        self._variants: list[str] = self._held["settings"]["variants"]
+        self._requests: list[int] = self._held["settings"]["requests"]
+        numbers = [str(number) for number in self._requests]
+        self._answers: dict[str, dict[str, list[Answer]]] = self._held.setdefault(
+            "answers", {number: {variant: [] for variant in self._variants} for number in numbers}
+        )
+        self._warmed: dict[str, list[int]] = self._held.setdefault("warmed_before_round", {number: [] for number in numbers})
+
+    def missing(self, num_rounds: int) -> list[int]:
+        """Numbers of requests that have fewer rounds."""
+        return [number for number in self._requests if self._counted(number) < num_rounds]
+
+    def run(self, num_rounds: int, generate: Callable[[str, int, int], Answer]) -> None:
+        """The rounds that are missing; generate takes a variant, the number of requests and a seed."""
+        for number in self.missing(num_rounds):
+            first = self._counted(number) + 1
+            self._report(f"{number} requests: warming up for round {first} of {num_rounds}")
+            self._round(number, 0, generate)
+            self._warmed[str(number)].append(first)
+            for index in range(first, num_rounds + 1):
+                answers = self._round(number, index, generate)
+                for variant, answer in answers.items():
+                    self._answers[str(number)][variant].append(answer)
+                write_text(self._path, json.dumps({**self._held, "found": self.figures()}, indent=2) + "\n")
+                rates = ", ".join(f"{variant} {rate(answers[variant]):.1f}" for variant in self._variants)
+                self._report(f"{number} requests, round {index} of {num_rounds}: {rates} tok/s")
+
+    def figures(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Medians by number of requests and variant, each beside that of the variant without speculation; of what is there."""
+        found = {}
+        for number in self._requests:
+            if not self._counted(number):
+                continue
+            by_variant = {variant: summary(answers) for variant, answers in self._answers[str(number)].items()}
+            plain = by_variant.get("none", {}).get("tokens_per_s")
+            for figures in by_variant.values():
+                figures["against_none"] = figures["tokens_per_s"] / plain if plain else None
+            found[str(number)] = by_variant
+        return found
+
+    def _counted(self, number: int) -> int:
+        return len(self._answers[str(number)][self._variants[0]])
+
+    def _round(self, number: int, index: int, generate: Callable[[str, int, int], Answer]) -> dict[str, Answer]:
+        """Every variant once; another one begins each time."""
+        first = index % len(self._variants)
+        return {variant: generate(variant, number, index) for variant in (*self._variants[first:], *self._variants[:first])}
+
+
+def compare(comparison: Comparison, args: argparse.Namespace, argv: list[str]) -> None:
+    """Starts an engine for every variant and runs the rounds that are missing."""
     from transformers import AutoTokenizer
 
     from rollout_spec.prompts import load_prompts
@@ -114,42 +180,37 @@ def compare(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     token_ids = Path(args.json).with_suffix(".prompts.json")
     token_ids.parent.mkdir(parents=True, exist_ok=True)
     prompts = load_prompts(args.prompts, AutoTokenizer.from_pretrained(args.model))
-    token_ids.write_text(json.dumps([list(prompt.token_ids) for prompt in prompts]))
-    served = {variant: Served(variant, argv, token_ids) for variant in args.variants}
-    found: dict[str, Any] = {}
-    for number in args.requests:
-        rounds: dict[str, list[dict[str, Any]]] = {variant: [] for variant in served}
-        # Round 0 warms up: it is not counted.
-        for index in range(args.rounds + 1):
-            order = [*served][index % len(served) :] + [*served][: index % len(served)]
-            for variant in order:
-                answer = served[variant].generate(number, index)
-                if index:
-                    rounds[variant].append(answer)
-        found[str(number)] = {variant: summary(answers) for variant, answers in rounds.items()}
-    for server in served.values():
-        server.close()
-    for by_variant in found.values():
-        plain = by_variant.get("none", {}).get("tokens_per_s")
-        for figures in by_variant.values():
-            figures["against_none"] = figures["tokens_per_s"] / plain if plain else None
-    return {
-        "settings": {name: value for name, value in vars(args).items() if name not in ("serve", "answers", "token_ids")},
-        "found": found,
-    }
+    write_text(token_ids, json.dumps([list(prompt.token_ids) for prompt in prompts]))
+    with ExitStack() as running:
+        served = {}
+        for variant in args.variants:
+            report(f"starting {variant}")
+            served[variant] = Served(variant, argv, token_ids)
+            running.callback(served[variant].close)
+        comparison.run(args.rounds, lambda variant, number, seed: served[variant].generate(number, seed))
 
 
-def summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    rates = sorted(answer["num_tokens"] / answer["seconds"] for answer in answers)
+def rate(answer: Answer) -> float:
+    """Tokens a second."""
+    return float(answer["num_tokens"] / answer["seconds"])
+
+
+def summary(answers: list[Answer]) -> dict[str, Any]:
+    rates = sorted(map(rate, answers))
     last = answers[-1]
     return {"tokens_per_s": statistics.median(rates), "least": rates[0], "most": rates[-1], "vllm": last["vllm"], "ours": last["ours"]}
+
+
+def report(line: str) -> None:
+    """Progress; vLLM writes to standard error, too."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="folder of a Hugging Face checkpoint")
     parser.add_argument("--prompts", required=True, help="as rollout-spec takes them: gsm_symbolic:32, human_eval, a file")
-    parser.add_argument("--json", required=True, help="where the figures go")
+    parser.add_argument("--json", required=True, help="where the figures go, and where an earlier run left its own")
     parser.add_argument("--mtp", help="directory of a trained MTP head")
     parser.add_argument("--block", help="directory of a trained block-diffusion head")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all that are possible")
@@ -179,9 +240,16 @@ def main() -> None:
     if args.serve:
         serve(args)
         return
-    result = compare(args, argv) | {"machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}}
-    Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
-    for number, by_variant in result["found"].items():
+    # More rounds are the same comparison; everything else decides what is compared.
+    settings = {name: value for name, value in vars(args).items() if name not in ("json", "rounds", "serve", "answers", "token_ids")}
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    try:
+        comparison = Comparison(Path(args.json), {"settings": settings, "machine": machine}, report)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    if comparison.missing(args.rounds):
+        compare(comparison, args, argv)
+    for number, by_variant in comparison.figures().items():
         for variant, figures in by_variant.items():
             print(
                 f"{number:>3} requests  {variant:<17}{figures['tokens_per_s']:8.1f} tok/s   x {figures['against_none'] or float('nan'):.2f}"

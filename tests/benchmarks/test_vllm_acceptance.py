@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from vllm_acceptance import Asked, Trace, behind_first_token, coupled, free, traces
+import vllm_acceptance
+from vllm_acceptance import Asked, Setting, Trace, behind_first_token, coupled, free, traces
 
 from rollout_spec.events import Event, RequestEvent, RoundEvent
 
@@ -88,3 +95,30 @@ def test_requests_are_equal_in_tokens_and_in_what_was_accepted() -> None:
     assert found == {"requests": 3, "equal_requests": 1, "tokens": 9, "tokens_before_a_difference": 3 + 1 + 3, "rounds": 6}
     asked = [Asked(prompt=(4, 5), seed=11, num_tokens=4)]
     assert behind_first_token(asked, vllm[:1]) == [Asked(prompt=(4, 5, 7), seed=11, num_tokens=3)]
+
+
+def test_drafters_that_are_in_the_file_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def compare(setting: Setting, *_: Any) -> dict[str, str]:
+        asked.append((setting.drafter, setting.max_context))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return {"of": setting.drafter}
+
+    monkeypatch.setattr(os, "environ", {**os.environ})  # main sets what vLLM reads
+    file = tmp_path / "not there yet" / "found.json"
+    monkeypatch.setattr(vllm_acceptance, "compare", compare)
+    monkeypatch.setattr(vllm_acceptance, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda _: None))
+    monkeypatch.setattr(vllm_acceptance, "load_prompts", lambda *_: [SimpleNamespace(token_ids=[1, 2, 3])])
+    given = ["vllm_acceptance.py", "--model", "m", "--tokens", "5", "--json", str(file), "--drafters"]
+    monkeypatch.setattr(sys, "argv", [*given, "a", "b"])
+    with pytest.raises(KeyboardInterrupt):
+        vllm_acceptance.main()
+    assert json.loads(file.read_text())["found"] == {"a": {"of": "a"}}
+    vllm_acceptance.main()
+    assert json.loads(file.read_text())["found"] == {"a": {"of": "a"}, "b": {"of": "b"}}
+    assert asked == [("a", 8), ("b", 8), ("b", 8)]
+    monkeypatch.setattr(sys, "argv", [*given, "a", "--samples", "3"])
+    with pytest.raises(ValueError, match="samples 2 there, 3 here"):
+        vllm_acceptance.main()

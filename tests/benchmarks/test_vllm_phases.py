@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from concurrent.futures import Future
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import vllm_phases
 from vllm_phases import PHASES, Clock
 
 
@@ -48,3 +58,31 @@ def test_a_phase_ends_when_it_fails() -> None:
     with clock.phase("learn"):
         worker.now += 1.0
     assert (clock.seconds["verify"], clock.seconds["learn"]) == (5.0, 1.0)
+
+
+def test_variants_that_are_in_the_file_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def submit(_: Any, drafter: str, *__: Any) -> Future[Any]:
+        asked.append(drafter)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        done: Future[Any] = Future()
+        done.set_result({"1": {"ms_per_step": {"forward": 2.0}, "tokens_per_step": 1.5}})
+        return done
+
+    monkeypatch.setattr(os, "environ", {**os.environ})  # main sets what vLLM reads
+    file = tmp_path / "found.json"
+    monkeypatch.setattr(vllm_phases, "ProcessPoolExecutor", lambda *_, **__: nullcontext(SimpleNamespace(submit=submit)))
+    monkeypatch.setattr(vllm_phases, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda _: None))
+    monkeypatch.setattr(vllm_phases, "load_prompts", lambda *_: [SimpleNamespace(token_ids=[1, 2, 3])])
+    monkeypatch.setattr(sys, "argv", ["vllm_phases.py", "--model", "m", "--json", str(file), "--drafters", "suffix"])
+    with pytest.raises(KeyboardInterrupt):
+        vllm_phases.main()
+    assert list(json.loads(file.read_text())["found"]) == ["none"]
+    vllm_phases.main()
+    assert list(json.loads(file.read_text())["found"]) == ["none", "suffix"]
+    assert asked == ["none", "suffix", "suffix"]
+    assert capsys.readouterr().out.count("1 requests: 1.50 tokens a step; ms: forward 2.0") == 3

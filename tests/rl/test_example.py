@@ -1,12 +1,16 @@
-"""The parts of the verl examples that are Python, without verl."""
+"""The parts of the examples that are Python, without verl and vLLM."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import math
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -94,3 +98,100 @@ def test_model_and_prompts_are_made_from_nothing(repository_root: Path, tmp_path
     loaded = load_model(str(tmp_path / "model"))
     assert loaded.module.config.eos_token_id == tokenizer.eos_token_id
     assert len(tokenizer) == loaded.module.config.vocab_size
+
+
+class Engines:
+    """What the comparison asks of its engines: (variant, number of requests, seed). Seconds follow from the question alone."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, int]] = []
+        self.dies_at: int | None = None
+
+    def generate(self, variant: str, number: int, seed: int) -> dict[str, Any]:
+        if len(self.asked) == self.dies_at:
+            raise KeyboardInterrupt
+        self.asked.append((variant, number, seed))
+        seconds = 1.0 + 0.1 * len(variant) + 0.01 * seed
+        return {"seconds": seconds, "num_tokens": 10 * number, "vllm": {"seed": seed}, "ours": {}}
+
+
+@pytest.fixture
+def compare(repository_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engines]:
+    """Runs the comparison of vLLM's speculation with ours as its command does, with engines that are none."""
+    example(repository_root, "verl_grpo_tiny/prepare").write_model(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in ("1+2=", "3+4=")))
+    module = example(repository_root, "vllm_offline/run")
+
+    def run(file: Path, *options: str, dies_at: int | None = None) -> Engines:
+        engines = Engines()
+        engines.dies_at = dies_at
+
+        class Served:
+            def __init__(self, variant: str, argv: list[str], token_ids: Path) -> None:
+                assert argv[-len(options) :] == list(options)
+                assert len(json.loads(token_ids.read_text())) == 2
+                self._variant = variant
+
+            def generate(self, number: int, seed: int) -> dict[str, Any]:
+                return engines.generate(self._variant, number, seed)
+
+            def close(self) -> None:
+                pass
+
+        given = [
+            "--model",
+            str(tmp_path / "model"),
+            "--prompts",
+            str(tmp_path / "prompts.jsonl"),
+            "--json",
+            str(file),
+            "--requests",
+            "1",
+            "8",
+        ]
+        monkeypatch.setattr(os, "environ", {**os.environ})  # main sets what vLLM reads
+        monkeypatch.setattr(module, "Served", Served)
+        monkeypatch.setattr(sys, "argv", ["run.py", *given, "--variants", "none", "vllm_ngram", "suffix", *options])
+        module.main()
+        return engines
+
+    return run
+
+
+def test_a_comparison_that_is_cut_goes_on_where_it_was(
+    compare: Callable[..., Engines], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = compare(tmp_path / "whole.json", "--rounds", "3")
+    told = capsys.readouterr()
+    expected = json.loads((tmp_path / "whole.json").read_text())
+    assert expected["warmed_before_round"] == {"1": [1], "8": [1]}
+    assert len(whole.asked) == 2 * 3 * 4
+    assert "8 requests, round 3 of 3: none 55.9, vllm_ngram 39.4, suffix 49.1 tok/s" in told.err
+
+    # Cut in the second round of eight requests, when one engine had answered.
+    with pytest.raises(KeyboardInterrupt):
+        compare(tmp_path / "cut.json", "--rounds", "3", dies_at=19)
+    cut = json.loads((tmp_path / "cut.json").read_text())
+    assert [len(cut["answers"][number]["suffix"]) for number in ("1", "8")] == [3, 1]
+    assert cut["found"]["8"]["none"]["tokens_per_s"] == pytest.approx(80 / 1.41)
+
+    capsys.readouterr()
+    again = compare(tmp_path / "cut.json", "--rounds", "3")
+    assert capsys.readouterr().out == told.out
+    assert again.asked == [asked for asked in whole.asked if asked[1] == 8 and asked[2] != 1]
+    finished = json.loads((tmp_path / "cut.json").read_text())
+    assert finished.pop("warmed_before_round") == {"1": [1], "8": [1, 2]}
+    assert finished == {name: value for name, value in expected.items() if name != "warmed_before_round"}
+
+
+def test_a_comparison_that_is_whole_starts_nothing_and_more_rounds_are_added(compare: Callable[..., Engines], tmp_path: Path) -> None:
+    assert len(compare(tmp_path / "found.json", "--rounds", "1").asked) == 2 * 3 * 2
+    assert compare(tmp_path / "found.json", "--rounds", "1").asked == []
+    more = compare(tmp_path / "found.json", "--rounds", "2")
+    assert {seed for _, _, seed in more.asked} == {0, 2}
+
+
+def test_another_comparison_is_not_mixed_in(compare: Callable[..., Engines], tmp_path: Path) -> None:
+    compare(tmp_path / "found.json", "--rounds", "1", "--tokens", "16")
+    with pytest.raises(SystemExit, match=r"error: .*found.json was made with other settings \(tokens 16 there, 32 here\)"):
+        compare(tmp_path / "found.json", "--rounds", "1", "--tokens", "32")
