@@ -17,10 +17,12 @@ import pytest
 pytestmark = pytest.mark.timeout(3600)
 
 
-def start(root: Path, run: Path, *overrides: str, spec: str = "suffix", mode: str = "sync") -> subprocess.Popen[str]:
+def start(
+    root: Path, run: Path, *overrides: str, spec: str = "suffix", mode: str = "sync", example: str = "verl_grpo_tiny"
+) -> subprocess.Popen[str]:
     """The example, begun; what it says goes to a file beside its run."""
     environment = {**os.environ, "RUN": str(run), "SPEC": spec, "MODE": mode, "PYTHON": sys.executable, "RAY_DEDUP_LOGS": "0"}
-    script = root / "examples" / "verl_grpo_tiny" / "run.sh"
+    script = root / "examples" / example / "run.sh"
     with log_of(run).open("w") as log:
         return subprocess.Popen([str(script), *overrides], stdout=log, stderr=log, text=True, cwd=root, env=environment)
 
@@ -59,9 +61,9 @@ def family(started: subprocess.Popen[str]) -> list[psutil.Process]:
     return [process for process in psutil.Process(started.pid).children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def train(root: Path, run: Path, *overrides: str, spec: str = "suffix", mode: str = "sync") -> list[dict[str, Any]]:
-    """Run the example; returns the metrics of its training steps."""
-    return finish(start(root, run, *overrides, spec=spec, mode=mode), run)
+def train(root: Path, run: Path, *overrides: str, **chosen: str) -> list[dict[str, Any]]:
+    """Run an example, chosen as start has it; returns the metrics of its training steps."""
+    return finish(start(root, run, *overrides, **chosen), run)
 
 
 def check_steps(steps: list[dict[str, Any]], num_steps: int) -> None:
