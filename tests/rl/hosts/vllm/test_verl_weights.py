@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,17 @@ def tied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(start: Callable[..., Any], tied_policy: Path) -> Iterator[Any]:
     """An engine as verl makes it, but in this process."""
     from verl.workers.rollout.vllm_rollout import utils
+    from vllm.v1.worker.cpu_worker import CPUWorker
 
     from rollout_spec_rl.patching import place
+    from rollout_spec_rl.vllm.extension import RolloutSpecExtension
     from rollout_spec_rl.vllm.patches import UNDER_VERL_ON_CPU
 
-    with pytest.MonkeyPatch.context() as patch:
+    # vLLM makes an extension a base of its worker's class and knows of one a process; other tests have theirs.
+    held = CPUWorker.__bases__
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as after:
+        after.callback(setattr, CPUWorker, "__bases__", held)
+        CPUWorker.__bases__ = tuple(base for base in held if not issubclass(base, RolloutSpecExtension))
         for change in UNDER_VERL_ON_CPU:
             owner, name = place(change.target)
             patch.setattr(owner, name, getattr(owner, name))  # what the worker changes is vLLM's own again afterwards
