@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from rollout_spec import files
 from rollout_spec.bench import machine
 from rollout_spec.budget import BudgetController
 from rollout_spec.controllers import ThroughputBudget
 from rollout_spec.engine.calibrate import calibrate, num_forwards
-from rollout_spec.engine.models import default_cache_dir
 from rollout_spec.engine.runner import ModelRunner
 from rollout_spec.pilot import BudgetPilot
+
+logger = logging.getLogger(__name__)
 
 
 def prepared_pilot(
@@ -38,13 +41,16 @@ def prepared_pilot(
     pilot = BudgetPilot(controller)
     if not isinstance(controller, ThroughputBudget):
         return pilot
-    path = costs_path(model, runner, max_batch, default_cache_dir().parent / "costs" if cache_dir is None else cache_dir)
+    path = costs_path(model, runner, max_batch, files.cache_dir() / "costs" if cache_dir is None else cache_dir)
     try:
         pilot.load(path)
     except (OSError, ValueError):  # not there, damaged, or another version's; another process may write it at this moment
         total = num_forwards(max_batch)
         calibrate(runner, pilot.costs, max_batch=max_batch, max_context=max_context, on_measured=lambda done: on_forward(done, total))
-        pilot.save(path)
+        try:
+            pilot.save(path)
+        except OSError as error:  # a cache that cannot be written costs the next run some seconds, not this one
+            logger.warning("the measured costs are not kept: %s", error)
     return pilot
 
 

@@ -24,7 +24,7 @@ from rollout_spec.demo import run_demo
 from rollout_spec.doctor import Status, diagnose
 from rollout_spec.engine.baselines import Baseline, TransformersBaseline, VllmBaseline
 from rollout_spec.engine.engine import Engine, EngineConfig
-from rollout_spec.engine.models import default_cache_dir
+from rollout_spec.engine.models import models_dir
 from rollout_spec.files import write_text
 from rollout_spec.job import JobSettings, RolloutJob
 from rollout_spec.pilot import BudgetPilot
@@ -306,7 +306,7 @@ def demo(
 @app.command()
 def doctor(context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
     """What is installed, what would fail, and the mend."""
-    findings = diagnose(environ=os.environ, cache_dir=default_cache_dir(), further=_composition(context).findings())
+    findings = diagnose(environ=os.environ, cache_dir=models_dir(), further=_composition(context).findings())
     reports.print_findings(Console(), findings, as_json=as_json)
     if any(finding.status is Status.FAIL for finding in findings):
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whoever else writes them meanwhile."""
+"""Files that are whole or not there, whoever else writes them meanwhile, and where the kept ones lie."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+def cache_dir() -> Path:
+    """``$XDG_CACHE_HOME/rollout_spec``, or ``~/.cache/rollout_spec``: converted models, trained drafters, measured costs, built kernels."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout_spec"
 
 
 @contextmanager

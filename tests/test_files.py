@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec.files import replacing, resumed, write_text
+from rollout_spec.files import cache_dir, replacing, resumed, write_text
 
 
 def _write_often(path: Path, letter: str) -> None:
@@ -62,3 +62,10 @@ def test_another_runs_file_is_refused_by_what_differs(tmp_path: Path) -> None:
     told = r"requests \[1, 8\] there, \[1, 9\] here; tokens not set there, null here; block null there, not set here; cores 2 there, 4 here"
     with pytest.raises(ValueError, match=rf"found.json was made with other settings \({told}\): name another file, or delete it"):
         resumed(path, other)
+
+
+def test_the_cache_lies_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "rollout_spec"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "rollout_spec"

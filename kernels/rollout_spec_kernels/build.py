@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from rollout_spec import files
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 COMPILER = "g++"
@@ -41,11 +42,6 @@ class BuildError(RuntimeError):
     """The kernels cannot be built or loaded here; the message says why."""
 
 
-def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/rollout_spec``, or ``~/.cache/rollout_spec``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout_spec"
-
-
 def loaded_openmp() -> Path | None:
     """The libgomp that is mapped into this process (torch's, once torch is imported), or None."""
     maps = Path("/proc/self/maps")
@@ -69,7 +65,7 @@ def load_library(*, cache_dir: Path | None = None, compiler: str = COMPILER) -> 
     openmp = loaded_openmp()
     if openmp is None:
         raise BuildError("torch's OpenMP runtime (libgomp) is not loaded in this process: this is no Linux build of torch with GNU OpenMP")
-    directory = default_cache_dir() if cache_dir is None else cache_dir
+    directory = files.cache_dir() if cache_dir is None else cache_dir
     target = directory / f"kernels-{_key(found, openmp)}.so"
     try:
         if not target.exists():
@@ -95,7 +91,7 @@ def load_cuda_library(*, cache_dir: Path | None = None, compiler: str = CUDA_COM
     flags = [*CUDA_FLAGS, *(f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures)]
     flags.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
     sources = sorted(SOURCE_DIR.glob("*.cu"))
-    directory = default_cache_dir() if cache_dir is None else cache_dir
+    directory = files.cache_dir() if cache_dir is None else cache_dir
     target = directory / f"cuda-{_hash(sources, found, flags)}.so"
     try:
         if not target.exists():

@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from rollout_spec.engine.ops import Ops
 from rollout_spec.engine.weights import checksums, combine
+from rollout_spec.files import cache_dir
 from rollout_spec_mtp.configs import to_mapping
 from rollout_spec_mtp.training.config import TrainConfig, load_config
 from rollout_spec_mtp.training.run import Display, open_workplace, run_training
@@ -29,8 +30,8 @@ def demo_config(model: str, *, quick: bool, threads: int | None) -> TrainConfig:
     return load_config(_DEMO, [*own, *(_QUICK if quick else ())])
 
 
-def default_cache_dir() -> Path:
-    return Path.home() / ".cache" / "rollout_spec" / "drafters"
+def drafters_dir() -> Path:
+    return cache_dir() / "drafters"
 
 
 def refreshed_drafter(config: TrainConfig, cache: Path, ops: Ops, display: Display) -> Path:

@@ -106,9 +106,9 @@ def findings() -> list[Finding]:
 def demo_drafter(model: str, *, quick: bool, threads: int | None, progress: Progress) -> Path:
     """A small MTP head for the model: trained once for its weights."""
     from rollout_spec_mtp.cli import ConsoleDisplay
-    from rollout_spec_mtp.refresh import default_cache_dir, demo_config, refreshed_drafter
+    from rollout_spec_mtp.refresh import demo_config, drafters_dir, refreshed_drafter
 
-    return refreshed_drafter(demo_config(model, quick=quick, threads=threads), default_cache_dir(), make_ops(), ConsoleDisplay(progress))
+    return refreshed_drafter(demo_config(model, quick=quick, threads=threads), drafters_dir(), make_ops(), ConsoleDisplay(progress))
 
 
 COMPOSITION = Composition(make_drafter=make_drafter, make_ops=make_ops, load_vllm=load_vllm, findings=findings, demo_drafter=demo_drafter)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollout_spec import files
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -36,7 +38,7 @@ def resolve_model(name: str, *, cache_dir: Path | None = None, report: Callable[
     Raises ValueError, naming what is missing and the mend, when the name stands for nothing usable.
     """
     if name == SMOLLM2:
-        return _smollm2(cache_dir or default_cache_dir(), report)
+        return _smollm2(cache_dir or models_dir(), report)
     path = Path(name).expanduser()
     if name and path.is_dir():
         return _checked_directory(path)
@@ -47,8 +49,8 @@ def resolve_model(name: str, *, cache_dir: Path | None = None, report: Callable[
     raise ValueError(f"model {name!r} is neither {SMOLLM2!r}, nor a local directory (there is none of this name), nor a hub id owner/model")
 
 
-def default_cache_dir() -> Path:
-    return Path.home() / ".cache" / "rollout_spec" / "models"
+def models_dir() -> Path:
+    return files.cache_dir() / "models"
 
 
 def _checked_directory(path: Path) -> Path:

@@ -79,3 +79,10 @@ def test_costs_are_measured_once(runner: ModelRunner, tmp_path: Path) -> None:
         assert forwards(ThroughputBudget()) == num_forwards(2)
         assert forwards(ThroughputBudget()) == 0
     assert costs_path(tmp_path, runner, 4, tmp_path) != path
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(runner: ModelRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("no folder")
+    pilot = prepared_pilot(ThroughputBudget(), runner, model=tmp_path, max_batch=1, max_context=160, cache_dir=tmp_path / "file" / "costs")
+    assert pilot.costs.snapshot().known
+    assert "the measured costs are not kept" in caplog.text

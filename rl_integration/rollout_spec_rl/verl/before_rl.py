@@ -47,10 +47,10 @@ def train_before_rl(plan: RolloutPlan, model: str, data: Mapping[str, Any]) -> P
     Raises ValueError for files and settings that cannot be used.
     """
     from rollout_spec_mtp.cli import console_display
-    from rollout_spec_mtp.refresh import default_cache_dir, refreshed_drafter
+    from rollout_spec_mtp.refresh import drafters_dir, refreshed_drafter
 
     options = plan.options
-    cache = default_cache_dir() if options.drafter_cache is None else Path(options.drafter_cache).expanduser()
+    cache = drafters_dir() if options.drafter_cache is None else Path(options.drafter_cache).expanduser()
     with console_display() as display:
         display.say(f"rollout_spec: drafter for {model} by {options.drafter_config}")
         return refreshed_drafter(training_config(plan, model, data, cache), cache, make_ops(), display)

@@ -49,7 +49,7 @@ class RolloutSpecOptions:
     drafter_policy: str = FOLLOW_HEAD  # the embedding and output head that it borrows: follow_head | frozen
     refresh_before_rl: bool = False  # train it before the first step, by drafter_config on the run's own policy and prompts
     drafter_config: str | None = None  # of `rollout-spec train-drafter`
-    drafter_cache: str | None = None  # folder of drafters trained so; None: ~/.cache/rollout_spec/drafters
+    drafter_cache: str | None = None  # folder of drafters trained so; None: ~/.cache/rollout_spec/drafters ($XDG_CACHE_HOME)
     refresh_every: int | None = None  # weight versions from one refresh to the next
     refresh_when_stale: bool = False  # refresh when the entropy monitor calls it stale
     refresh_steps: int = 40  # at most, of a refresh
