@@ -13,7 +13,7 @@ Requests ignore the end of sequence, so that every round is of the full batch. R
 counted; what ``auto`` learns in a cell it keeps for the next of the same drafter and batch size, as an engine would that serves on. Long
 drafts at large batches run in every third turn only. Intervals are 95 % of a bootstrap over turns.
 
-The script stops after --seconds and goes on where it was when started again; a cell that was interrupted is begun anew.
+The script stops after --seconds and goes on where it was when started again, also with other cells; one that was interrupted is begun anew.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rollout_spec.controllers import ThroughputBudget
 from rollout_spec.engine.engine import Engine, EngineConfig
 from rollout_spec.engine.request import Request
 from rollout_spec.events import Event, RoundEvent
-from rollout_spec.files import write_text
+from rollout_spec.files import resumed, write_text
 from rollout_spec.pilot import BudgetPilot
 from rollout_spec.sampling import SamplingParams
 from rollout_spec.session import Session, drafter_factory, open_session
@@ -261,15 +261,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further cell after so many")
     given = parser.parse_args()
     began = time.perf_counter()
-    fresh: dict[str, Any] = {"machine": machine(), "settings": {}, "results": {}}
-    held: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else fresh
+    settings = {name: vars(given)[name] for name in ("model", "prompts", "lengths", "max_new_tokens", "dtype")}
+    try:
+        held = resumed(given.out, {"machine": machine(), "settings": settings})
+    except ValueError as error:
+        parser.error(str(error))
+    results: dict[str, dict[str, Any]] = held.setdefault("results", {})
     cells = [
         Cell(drafter=drafter, temperature=float(temperature), batch_size=int(size))
         for size in given.batch_sizes.split(",")
         for drafter in given.drafters.split(",")
         for temperature in given.temperatures.split(",")
     ]
-    missing = [cell for cell in cells if cell.key not in held["results"]]
+    missing = [cell for cell in cells if cell.key not in results]
     if missing:
         session = open_session(
             COMPOSITION,
@@ -284,16 +288,14 @@ def main() -> None:
     for cell in missing:
         if time.perf_counter() - began > given.seconds:
             break
-        held["results"][cell.key] = study.run(cell)
-        held["settings"] = {key: str(value) for key, value in vars(given).items() if key != "seconds"}
+        row = results[cell.key] = study.run(cell)
         given.out.parent.mkdir(parents=True, exist_ok=True)
         write_text(given.out, json.dumps(held, indent=2) + "\n")
-        row = held["results"][cell.key]
         print(
             f"{cell.key}: {row['auto_to_best_fixed']['value']:.3f} of {row['best_fixed']}, {row['auto_to_off']['value']:.3f} of off",
             flush=True,
         )
-    print(table([held["results"][cell.key] for cell in cells if cell.key in held["results"]]))
+    print(table([results[cell.key] for cell in cells if cell.key in results]))
 
 
 if __name__ == "__main__":
