@@ -1,10 +1,10 @@
 """What becomes of a trained drafter when the policy moves: with a frozen head, with a head that follows, and after refreshes of some steps.
 
     python benchmarks/drafter_policies.py --drafter runs/mtp/drafter --out runs/drafter_policies [--arms frozen follow_head]
-        [--prompts 48] [--tokens 96]
+        [--moves 8:2e-5 8:1e-4] [--prompts 48] [--tokens 96]
 
-The policy is moved by real steps of fine-tuning on other text (HumanEval's problems and solutions): first a few at a small learning rate,
-then some at a large one. Acceptance is that of sampled chains of four under block verification on gsm_symbolic, on prompts that no refresh
+The policy is moved by real steps of fine-tuning on other text (HumanEval's problems and solutions), so many at a learning rate, one move
+after the other. Acceptance is that of sampled chains of four under block verification on gsm_symbolic, on prompts that no refresh
 has seen; a refresh trains on what the engine showed the drafter on other prompts. Results go to OUT/results.json and OUT/table.md.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,22 @@ from rollout_spec_rl.compose import make_ops
 
 MODEL, DRAFT_LENGTH, TEXT_TOKENS = "smollm2-135m", 4, 128
 ARMS = ("frozen", "follow_head")
-MOVES = (("a little", 8, 2e-5), ("a lot", 8, 1e-4))  # name, steps, learning rate
+
+
+@dataclass(frozen=True)
+class Move:
+    """Steps of fine-tuning at a learning rate."""
+
+    steps: int
+    lr: float
+
+    @classmethod
+    def parse(cls, text: str) -> Move:
+        steps, _, lr = text.partition(":")
+        return cls(int(steps), float(lr))
+
+    def __str__(self) -> str:
+        return f"{self.steps} steps at {self.lr:g}"
 
 
 def fine_tuned(model: nn.Module, texts: Sequence[Sequence[int]], lr: float) -> float:
@@ -63,14 +79,17 @@ def other_text(tokenizer: Any) -> list[list[int]]:
     return [text[:TEXT_TOKENS] for text in texts if len(text) >= TEXT_TOKENS]
 
 
-def moved_policies(texts: Sequence[Sequence[int]]) -> list[dict[str, Tensor]]:
-    """The policy's weights after each of the MOVES, one after the other."""
+def moved_policies(texts: Sequence[Sequence[int]], moves: Sequence[Move]) -> list[dict[str, Tensor]]:
+    """The policy's weights after each of the moves, one after the other. ValueError if there are too few texts for them."""
+    wanted = 4 * sum(move.steps for move in moves)
+    if wanted > len(texts):
+        raise ValueError(f"--moves take {wanted} texts of {TEXT_TOKENS} tokens, and there are {len(texts)}: name fewer steps")
     model = load_model(MODEL).module.train()
     out, taken = [], 0
-    for name, steps, lr in MOVES:
-        loss = fine_tuned(model, texts[taken : taken + 4 * steps], lr)
-        taken += 4 * steps
-        print(f"policy moved {name}: loss on the other text {loss:.2f}", flush=True)
+    for move in moves:
+        loss = fine_tuned(model, texts[taken : taken + 4 * move.steps], move.lr)
+        taken += 4 * move.steps
+        print(f"policy moved by {move}: loss on the other text {loss:.2f}", flush=True)
         out.append(weights_of(model))
     return out
 
@@ -113,7 +132,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     loaded = load_model(MODEL)
     held_out = load_prompts(f"gsm_symbolic:{options.prompts}@30000", loaded.tokenizer)
     training = load_prompts(f"gsm_symbolic:{options.training_prompts}@20000", loaded.tokenizer)
-    moves = moved_policies(other_text(loaded.tokenizer))
+    moves = moved_policies(other_text(loaded.tokenizer), options.moves)
     results: dict[str, Any] = {"arms": {}, "refreshes": []}
     for arm in options.arms:
         loaded = load_model(MODEL)
@@ -139,7 +158,7 @@ def refresh(bench: Bench, options: argparse.Namespace, steps: int, held_out: Seq
     origin = load_trained(options.drafter, bench.parts)
     trainer = OnlineTrainer(origin, bench.parts, RefreshSettings(max_steps=steps, max_seconds=1e6, lr=options.lr))
     began = time.perf_counter()
-    refreshed = trainer.train(recorded, version=len(MOVES))
+    refreshed = trainer.train(recorded, version=len(options.moves))
     assert refreshed is not None
     seconds = time.perf_counter() - began
     bench.engine.update_drafter(refreshed.tensors.items(), refreshed.version)
@@ -152,18 +171,19 @@ def refresh(bench: Bench, options: argparse.Namespace, steps: int, held_out: Seq
     }
 
 
-def table(results: Mapping[str, Any]) -> str:
+def table(results: Mapping[str, Any], moves: Sequence[Move]) -> str:
     lines = ["| policy | drafter | accepted a round | by depth | entropy |", "| --- | --- | --- | --- | --- |"]
 
     def row(policy: str, drafter: str, found: Mapping[str, Any]) -> None:
         depths = " ".join(f"{alpha:.3f}" for alpha in found["by_depth"])
         lines.append(f"| {policy} | {drafter} | {found['length']:.3f} | {depths} | {found['entropy']:.2f} |")
 
-    for place, policy in enumerate(("as trained for", *(f"moved {name}" for name, _, _ in MOVES))):
+    policies = ["as trained for", *(f"then {move}" for move in moves)]
+    for place, policy in enumerate(policies):
         for arm, rows in results["arms"].items():
             row(policy, arm, rows[place])
     for found in results["refreshes"]:
-        row(f"moved {MOVES[-1][0]}", f"refreshed, {found['steps']} steps", found)
+        row(policies[-1], f"refreshed, {found['steps']} steps", found)
     return "\n".join(lines) + "\n"
 
 
@@ -172,6 +192,7 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="the last one, follow_head, is refreshed")
+    parser.add_argument("--moves", nargs="+", type=Move.parse, default=[Move(8, 2e-5), Move(8, 1e-4)], metavar="STEPS:LR")
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--training-prompts", type=int, default=96)
     parser.add_argument("--tokens", type=int, default=96)
@@ -182,11 +203,11 @@ def main() -> None:
     if options.arms[-1] != "follow_head":
         parser.error("a refresh needs the head that follows the policy: name follow_head last")
     torch.manual_seed(0)
-    results = {"settings": {key: str(value) for key, value in vars(options).items()}, **compare(options)}
+    results = {"settings": vars(options), **compare(options)}
     options.out.mkdir(parents=True, exist_ok=True)
-    write_text(options.out / "results.json", json.dumps(results, indent=1) + "\n")
-    write_text(options.out / "table.md", table(results))
-    print(table(results))
+    write_text(options.out / "results.json", json.dumps(results, indent=1, default=str) + "\n")
+    write_text(options.out / "table.md", table(results, options.moves))
+    print(table(results, options.moves))
 
 
 if __name__ == "__main__":
