@@ -3,7 +3,7 @@
     python run.py --model FOLDER --prompts gsm_symbolic:32 --mtp runs/mtp/drafter --json compared.json
 
 Every variant runs in a process of its own that stays up; each round lets all of them generate one after the other, so that what else the
-machine does hits them alike. A figure is the median over rounds; seconds are generation's alone.
+machine does hits them alike. A figure is the median over rounds, of the ratios to no speculation too; seconds are generation's alone.
 
 The file is written after every round, with all answers so far. The same command goes on where an earlier one was cut, also with more
 --rounds: whole rounds are kept, the one that was cut is made again. Engines start anew then and warm up anew; what `suffix` remembered
@@ -150,16 +150,13 @@ class Comparison:
                 self._report(f"{number} requests, round {index} of {num_rounds}: {rates} tok/s")
 
     def figures(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Medians by number of requests and variant, each beside that of the variant without speculation; of what is there."""
+        """Medians by number of requests and variant, and of what each is to the variant without speculation; of what is there."""
         found = {}
         for number in self._requests:
             if not self._counted(number):
                 continue
-            by_variant = {variant: summary(answers) for variant, answers in self._answers[str(number)].items()}
-            plain = by_variant.get("none", {}).get("tokens_per_s")
-            for figures in by_variant.values():
-                figures["against_none"] = figures["tokens_per_s"] / plain if plain else None
-            found[str(number)] = by_variant
+            answers = self._answers[str(number)]
+            found[str(number)] = {variant: summary(own, answers.get("none")) for variant, own in answers.items()}
         return found
 
     def _counted(self, number: int) -> int:
@@ -195,10 +192,18 @@ def rate(answer: Answer) -> float:
     return float(answer["num_tokens"] / answer["seconds"])
 
 
-def summary(answers: list[Answer]) -> dict[str, Any]:
+def summary(answers: list[Answer], plain: list[Answer] | None) -> dict[str, Any]:
+    """Against the variant without speculation round by round: what slows the machine for a minute slows both."""
     rates = sorted(map(rate, answers))
     last = answers[-1]
-    return {"tokens_per_s": statistics.median(rates), "least": rates[0], "most": rates[-1], "vllm": last["vllm"], "ours": last["ours"]}
+    return {
+        "tokens_per_s": statistics.median(rates),
+        "least": rates[0],
+        "most": rates[-1],
+        "against_none": plain and statistics.median(rate(own) / rate(none) for own, none in zip(answers, plain, strict=True)),
+        "vllm": last["vllm"],
+        "ours": last["ours"],
+    }
 
 
 def report(line: str) -> None:

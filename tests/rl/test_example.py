@@ -195,3 +195,13 @@ def test_another_comparison_is_not_mixed_in(compare: Callable[..., Engines], tmp
     compare(tmp_path / "found.json", "--rounds", "1", "--tokens", "16")
     with pytest.raises(SystemExit, match=r"error: .*found.json was made with other settings \(tokens 16 there, 32 here\)"):
         compare(tmp_path / "found.json", "--rounds", "1", "--tokens", "32")
+
+
+def test_a_variant_is_held_against_none_round_by_round(repository_root: Path) -> None:
+    def answers(*seconds: float) -> list[dict[str, Any]]:
+        return [{"num_tokens": 12, "seconds": took, "vllm": {}, "ours": None} for took in seconds]
+
+    summary = example(repository_root, "vllm_offline/run").summary
+    found = summary(answers(0.5, 3.0, 0.75), answers(1.0, 6.0, 2.0))
+    assert (found["tokens_per_s"], found["against_none"]) == (16.0, 2.0)  # the medians' ratio would be 2.67
+    assert summary(answers(1.0), None)["against_none"] is None
