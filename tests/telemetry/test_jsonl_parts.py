@@ -139,7 +139,7 @@ def test_a_million_events_and_a_kill_in_the_middle(tmp_path: Path) -> None:
                 if line.endswith(b"\n"):
                     # The bytes of the fields that matter; parsing a million lines would be most of the test's time.
                     assert line.startswith(b'{"type":"TrainEvent","time_s":')
-                    assert line.endswith(b',"step":%d,"loss":0.5,"metrics":{}}\n' % count)
+                    assert b',"step":%d,"loss":0.5,"metrics":{}' % count in line
                     count += 1
                 else:
                     torn += 1
@@ -147,4 +147,4 @@ def test_a_million_events_and_a_kill_in_the_middle(tmp_path: Path) -> None:
     assert torn <= 1
     fill(path, count, count + 1)
     assert path.read_bytes().count(b"\n") > 0
-    assert path.read_bytes().splitlines()[-1].endswith(b'"step":%d,"loss":0.5,"metrics":{"alpha":0.25}}' % count)
+    assert b',"step":%d,"loss":0.5,"metrics":{"alpha":0.25}' % count in path.read_bytes().splitlines()[-1]
