@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -30,6 +29,7 @@ import numpy as np
 from paired import Sums, difference_interval, mean_interval
 from transformers import AutoTokenizer
 
+from rollout_spec.bench import machine
 from rollout_spec.events import Event, RequestEvent, RoundEvent
 from rollout_spec.files import resumed, write_text
 from rollout_spec.prompts import load_prompts
@@ -223,8 +223,7 @@ def main() -> None:
     prompts = [tuple(prompt.token_ids) for prompt in load_prompts(options.prompts, AutoTokenizer.from_pretrained(options.model))]
     context = max(map(len, prompts)) + options.tokens
     settings = {name: value for name, value in vars(options).items() if name not in ("json", "drafters")}
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    held = resumed(options.json, {"settings": settings, "machine": machine})
+    held = resumed(options.json, {"settings": settings, "machine": machine()})
     found = held.setdefault("found", {})
     options.json.parent.mkdir(parents=True, exist_ok=True)
     for drafter in options.drafters:

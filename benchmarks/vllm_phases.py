@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from rollout_spec.bench import machine
 from rollout_spec.files import resumed, write_text
 from rollout_spec.prompts import load_prompts
 
@@ -156,8 +156,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     prompts = [tuple(prompt.token_ids) for prompt in load_prompts(options.prompts, AutoTokenizer.from_pretrained(options.model))]
     settings = {name: value for name, value in vars(options).items() if name not in ("json", "drafters")}
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    held = resumed(options.json, {"settings": settings, "machine": machine})
+    held = resumed(options.json, {"settings": settings, "machine": machine()})
     found = held.setdefault("found", {})
     options.json.parent.mkdir(parents=True, exist_ok=True)
     for drafter in (NONE, *options.drafters):

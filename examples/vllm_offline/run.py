@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from rollout_spec.bench import machine
 from rollout_spec.files import resumed, write_text
 
 VARIANTS = ("none", "vllm_ngram", "vllm_draft_model", "suffix", "mtp", "block")
@@ -247,9 +247,8 @@ def main() -> None:
         return
     # More rounds are the same comparison; everything else decides what is compared.
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "rounds", "serve", "answers", "token_ids")}
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     try:
-        comparison = Comparison(Path(args.json), {"settings": settings, "machine": machine}, report)
+        comparison = Comparison(Path(args.json), {"settings": settings, "machine": machine()}, report)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     if comparison.missing(args.rounds):
